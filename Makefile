@@ -1,0 +1,65 @@
+# Every target sets up what it needs. Needs bash and a Python 3.12 or newer; see scripts/find_python.sh.
+#
+#   make test VENV=/fast/disk/venv         another place for the environment (5 GB)
+#   make test PYTHON=/opt/py/bin/python3   another Python to create it with
+#   make test USE_PYTHON=$(which python)   an environment of your own, used as it is
+#   make test ARGS="-k layout"             more arguments for the program behind the target
+
+VENV ?= .venv
+EDITABLE ?= yes
+USE_PYTHON ?=
+ARGS ?=
+export VENV EDITABLE PYTHON
+# This checkout, whatever else is installed.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+RUN := "$(or $(USE_PYTHON),$(VENV)/bin/python)"
+# Folders without torch, checked strictly; those that exist.
+TYPED := $(wildcard $(addprefix megatron_elas/,spec schedule planner simulator control cli config.py))
+
+.PHONY: help demo test test-all check lint types imports format bench-communicator venv clean distclean
+
+help:
+	@echo "make demo                train a tiny GPT, lose a worker, watch it go on"
+	@echo "make test                quick tests;  make test-all: all of them"
+	@echo "make check               style, types, import rules;  make format: mend the style"
+	@echo "make bench-communicator  what a change of members costs"
+	@echo "make clean               remove caches and build files;  make distclean: the environment too"
+
+demo: venv
+	@$(RUN) scripts/demo.py $(ARGS)
+
+test: venv
+	@$(RUN) -m pytest -q -m "not slow" $(ARGS)
+
+test-all: venv
+	@$(RUN) -m pytest -q $(ARGS)
+
+check: lint types imports
+
+lint: venv
+	@$(RUN) -m ruff check --quiet --output-format=concise .
+	@$(RUN) -m ruff format --check --quiet --output-format=concise . || { echo "style: 'make format' mends the files above" >&2; exit 1; }
+
+types: venv
+	@$(RUN) -m mypy --strict $(TYPED)
+
+imports: venv
+	@$(RUN) -c 'from importlinter.cli import lint_imports_command as main; main()' --no-logo --no-cache
+
+format: venv
+	@$(RUN) -m ruff check --quiet --fix-only .
+	@$(RUN) -m ruff format --quiet .
+
+bench-communicator: venv
+	@$(RUN) benchmarks/communicator.py $(ARGS)
+
+venv:
+	@$(if $(USE_PYTHON),:,scripts/setup_venv.sh)
+
+clean:
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -path ./.git -prune -o -path "./$(VENV)" -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	@if [ -e "$(VENV)/.elas-owned" ]; then rm -rf "$(VENV)" "$(VENV).lock"; fi

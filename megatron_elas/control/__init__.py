@@ -1,0 +1,1 @@
+"""Agents, controller and links to workers. No torch."""

@@ -1,0 +1,68 @@
+"""What the controller wants done. Values; the service carries them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_elas.control.messages import ToAgent, ToWorker
+from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.plan import ElasticPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """Send a message to each of these workers."""
+
+    workers: tuple[int, ...]
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellAgent:
+    """Send a message to a node's agent."""
+
+    node: int
+    message: ToAgent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MakePlan:
+    """Ask the planner, without delaying anything else; answered by ``PlanMade`` or ``PlanRefused``."""
+
+    job: JobSpec
+    epoch: int
+    old: ElasticPlan | None
+    """None asks for the initial plan."""
+    lost: tuple[int, ...]
+    """Relative to ``old``."""
+    domains: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowRecovery:
+    """Print the event block; the same numbers go to the metrics."""
+
+    epoch: int
+    text: str
+    phases_ms: Mapping[str, float]
+    """Columns of the phase table, and ``total``, their sum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A line for the log."""
+
+    text: str
+    warning: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndJob:
+    """Nothing is left to do: end with this code, saying why unless the sentence is empty."""
+
+    exit_code: int
+    sentence: str
+
+
+Command = Tell | TellAgent | MakePlan | ShowRecovery | Note | EndJob

@@ -1,0 +1,219 @@
+"""The controller: one pure function from a state and an event to the next state and commands.
+
+No sockets, clocks or threads. Guarantees, whatever arrives in whatever order: epochs only grow; each
+survivor gets one ``Recover`` per settled epoch; a lost worker gets no message any more and can
+change nothing; a job ends once, with one code.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from megatron_elas.control import joining, recovering
+from megatron_elas.control.commands import Note
+from megatron_elas.control.ending import Step, describe_status, dismiss, end_if_empty, finish, stop
+from megatron_elas.control.events import AgentLost, Event, PlanMade, PlanRefused, Terminate, Tick, WorkerSilent
+from megatron_elas.control.messages import (
+    AgentHello,
+    Failed,
+    FaultFired,
+    Finished,
+    Hello,
+    PeerUnreachable,
+    Recovered,
+    Settled,
+    WorkerExited,
+)
+from megatron_elas.control.recovering import Training
+from megatron_elas.control.states import Ended, Gathering, Launch, Resuming, Roster, Running, Settling, State, Stopping
+from megatron_elas.spec.errors import ExitCode
+from megatron_elas.spec.events import LossReason, WorkerLost
+
+
+def initial_state(launch: Launch) -> Gathering:
+    """Before anybody joined."""
+    return Gathering(roster=Roster(launch=launch))
+
+
+def step(state: State, event: Event, now: float) -> Step:
+    """What follows from one event.
+
+    Args:
+        state: The state before.
+        event: A message of a worker or agent, or an observation of the controller's own process.
+        now: Wall-clock time in seconds, never going back.
+
+    Returns:
+        The state after, and commands in the order in which to carry them out.
+    """
+    match event:
+        case AgentHello() | AgentLost() | WorkerExited():
+            return _processes_changed(state, event, now)
+        case Terminate(signum=signum):
+            return stop(state, 128 + signum, f"ended by {signal.Signals(signum).name}", signum)
+        case Tick():
+            return _check_deadlines(state, now)
+        case Hello() if isinstance(state, Gathering):
+            return joining.worker_joined(state, event, now)
+        case PlanMade() | PlanRefused():
+            return _planner_answered(state, event)
+        case FaultFired():
+            return _fault_fired(state, event), ()
+        case _ if isinstance(state, Stopping | Ended):
+            return state, ()
+        case _:
+            return _worker_spoke(state, event, now)
+
+
+def _worker_spoke(state: Gathering | Training, event: Event, now: float) -> Step:
+    """Messages of workers that take part, and the lack of them."""
+    match event:
+        case Failed():
+            if event.worker in state.roster.lost:
+                return _ignore(state, event)
+            code = event.exit_code or ExitCode.CRASHED
+            return stop(state, code, f"worker {event.worker}: {event.sentence}")
+        case WorkerSilent() if event.worker in state.roster.survivors:
+            detail = f"no heartbeat for {event.silent_s:.1f} s"
+            return _lose(state, [event.worker], LossReason.SILENT, detail, now)
+        case PeerUnreachable() if not isinstance(state, Gathering):
+            return _peer_unreachable(state, event, now)
+        case Finished() if not isinstance(state, Gathering) and event.worker in state.roster.survivors:
+            return recovering.worker_finished(state, event.worker)
+        case Settled(report=report) if isinstance(state, Settling):
+            if report.epoch == state.epoch and report.worker in state.roster.survivors:
+                return recovering.settled(state, report)
+        case Recovered(report=outcome) if isinstance(state, Resuming):
+            if outcome.epoch == state.epoch and outcome.worker in state.roster.survivors:
+                return recovering.recovered(state, outcome)
+        case _:
+            pass
+    return _ignore(state, event)
+
+
+def _peer_unreachable(state: Training, event: PeerUnreachable, now: float) -> Step:
+    survivors = state.roster.survivors
+    if event.worker not in survivors or event.epoch != state.epoch:
+        return _ignore(state, event)
+    if event.peer in state.roster.finished:
+        roster, goodbyes = dismiss(state.roster)
+        return replace(state, roster=roster), goodbyes
+    if event.peer not in survivors or event.peer == event.worker:
+        return _ignore(state, event)
+    detail = f"link from worker {event.worker} broke: {event.detail}"
+    return _lose(state, [event.peer], LossReason.UNREACHABLE, detail, now)
+
+
+def _planner_answered(state: State, event: PlanMade | PlanRefused) -> Step:
+    match state, event:
+        case Gathering(), PlanMade(plan=plan) if plan.epoch == 0:
+            return joining.plan_made(state, plan)
+        case Gathering(), PlanRefused(epoch=0):
+            return stop(state, event.exit_code, event.sentence)
+        case Settling(epoch=epoch), PlanMade(plan=plan) if plan.epoch == epoch:
+            return recovering.plan_made(state, plan, event.seconds)
+        case Settling(epoch=epoch), PlanRefused() if event.epoch == epoch:
+            return recovering.plan_refused(state, event.exit_code, event.sentence)
+        case _:
+            return _ignore(state, event)
+
+
+def _fault_fired(state: State, event: FaultFired) -> State:
+    """Remember when it struck. The news may come after the loss, so it is also put there."""
+    state = replace(state, roster=replace(state.roster, faults={**state.roster.faults, event.worker: event}))
+    if isinstance(state, Settling | Resuming):
+        return replace(state, outage=state.outage.with_fault(event))
+    return state
+
+
+def _processes_changed(state: State, event: AgentHello | AgentLost | WorkerExited, now: float) -> Step:
+    match event:
+        case AgentHello() if isinstance(state, Gathering):
+            return joining.agent_joined(state, event, now)
+        case WorkerExited(worker=worker, status=status):
+            if worker in state.roster.exited or not 0 <= worker < state.roster.launch.world_size:
+                return _ignore(state, event)
+            return _worker_exited(state, worker, status, now)
+        case AgentLost(node=node) if node in state.roster.agents:
+            return _agent_lost(state, node, now)
+        case _:
+            return _ignore(state, event)
+
+
+def _worker_exited(state: State, worker: int, status: int, now: float) -> Step:
+    if isinstance(state, Gathering):
+        return joining.worker_exited(state, worker, status)
+    roster = replace(state.roster, exited={**state.roster.exited, worker: status})
+    state = replace(state, roster=roster)
+    match state:
+        case Ended():
+            return state, ()
+        case Stopping():
+            return end_if_empty(state)
+        case Running() | Settling() | Resuming() if worker in roster.finished:
+            note = Note(text=f"worker {worker} had finished, then {describe_status(status)}", warning=status != 0)
+            if roster.remaining:
+                return state, (note,)
+            ended, commands = finish(roster)
+            return ended, (note, *commands)
+        case Settling() | Resuming() if worker in roster.lost:
+            outage = state.outage.with_exit(worker, describe_status(status))
+            return replace(state, outage=outage), ()
+        case Running() if worker in roster.lost:
+            return state, ()
+        case _:
+            detail = describe_status(status) + (" before the end of training" if status == 0 else "")
+            return _lose(state, [worker], LossReason.EXITED, detail, now)
+
+
+def _agent_lost(state: State, node: int, now: float) -> Step:
+    roster = replace(state.roster, agents=state.roster.agents - {node})
+    state = replace(state, roster=roster)
+    affected = [worker for worker in roster.remaining if roster.launch.node_of(worker) == node]
+    match state:
+        case Ended():
+            return state, ()
+        case Stopping():
+            return end_if_empty(state)
+        case Gathering():
+            return stop(state, ExitCode.NOT_STARTED, f"node {node} left before training began: look at its output")
+        case Running() | Settling() | Resuming():
+            unneeded = [worker for worker in affected if worker in roster.finished]
+            state = replace(state, roster=replace(roster, exited={**roster.exited, **dict.fromkeys(unneeded, 0)}))
+            lost = [worker for worker in affected if worker not in roster.finished]
+            if lost:
+                return _lose(state, lost, LossReason.EXITED, f"the agent of node {node} is gone", now)
+            return (state, ()) if state.roster.remaining else finish(state.roster)
+
+
+def _lose(state: Gathering | Training, workers: Iterable[int], reason: LossReason, detail: str, now: float) -> Step:
+    if isinstance(state, Gathering):
+        return joining.lost_too_early(state, next(iter(workers)), detail)
+    faults: Mapping[int, FaultFired] = state.roster.faults
+    losses = [
+        WorkerLost(
+            worker=worker,
+            reason=reason,
+            detail=detail,
+            at_s=now,
+            fault_s=faults[worker].at_s if worker in faults else None,
+        )
+        for worker in workers
+    ]
+    return recovering.lose(state, losses, now)
+
+
+def _check_deadlines(state: State, now: float) -> Step:
+    match state:
+        case Gathering():
+            return joining.check_deadline(state, now)
+        case Settling():
+            return recovering.check_deadline(state, now)
+        case _:
+            return state, ()
+
+
+def _ignore(state: State, event: Event) -> Step:
+    return state, (Note(text=f"ignored in state {type(state).__name__}: {event}"),)

@@ -1,0 +1,82 @@
+"""What reaches the controller besides messages: observations of its own process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_elas.control.messages import (
+    AgentHello,
+    Failed,
+    FaultFired,
+    Finished,
+    Hello,
+    PeerUnreachable,
+    Recovered,
+    Settled,
+    WorkerExited,
+)
+from megatron_elas.spec.errors import ExitCode
+from megatron_elas.spec.plan import ElasticPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentLost:
+    """The connection to a node's agent ended."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSilent:
+    """A joined worker sent nothing for longer than the limit."""
+
+    worker: int
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanMade:
+    """The planner's answer to ``MakePlan``."""
+
+    plan: ElasticPlan
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRefused:
+    """The planner found none."""
+
+    epoch: int
+    exit_code: ExitCode
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; deadlines are looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminate:
+    """The launcher got a signal that asks it to end."""
+
+    signum: int
+
+
+Event = (
+    AgentHello
+    | AgentLost
+    | Failed
+    | FaultFired
+    | Finished
+    | Hello
+    | PeerUnreachable
+    | PlanMade
+    | PlanRefused
+    | Recovered
+    | Settled
+    | Terminate
+    | Tick
+    | WorkerExited
+    | WorkerSilent
+)

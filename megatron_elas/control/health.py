@@ -1,0 +1,72 @@
+"""Who was heard from, and when. No clock of its own: every call says what time it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LINK_GRACE_S = 1.0
+"""A worker whose link ended is given this long: its agent usually says better why."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pulse:
+    """The last sign of life of one worker."""
+
+    heard_s: float
+    step: int = 0
+    epoch: int = 0
+    hung_up: bool = False
+
+
+class Health:
+    """Watches the workers that joined."""
+
+    def __init__(self, heartbeat_timeout_s: float) -> None:
+        self._limit_s = heartbeat_timeout_s
+        self._pulses: dict[int, Pulse] = {}
+        self._looked_s: float | None = None
+
+    def hear(self, worker: int, now: float) -> None:
+        """Anything came from the worker. The first time starts watching it."""
+        pulse = self._pulses.setdefault(worker, Pulse(heard_s=now))
+        pulse.heard_s = now
+
+    def hear_progress(self, worker: int, epoch: int, step: int, now: float) -> None:
+        """A heartbeat came."""
+        self.hear(worker, now)
+        pulse = self._pulses[worker]
+        pulse.epoch, pulse.step = epoch, step
+
+    def hang_up(self, worker: int, now: float) -> None:
+        """The worker's link ended."""
+        if worker in self._pulses:
+            self._pulses[worker].hung_up = True
+            self._pulses[worker].heard_s = now
+
+    def forget(self, worker: int) -> None:
+        """Watch it no longer."""
+        self._pulses.pop(worker, None)
+
+    def step_of(self, worker: int) -> int | None:
+        """The step of its last heartbeat; None for a worker that is not watched."""
+        return self._pulses[worker].step if worker in self._pulses else None
+
+    def silence_of(self, worker: int, now: float) -> float | None:
+        """Seconds since it was heard; None for a worker that is not watched."""
+        return now - self._pulses[worker].heard_s if worker in self._pulses else None
+
+    def find_silent(self, now: float) -> tuple[tuple[int, float], ...]:
+        """Workers over the limit, each with the seconds of its silence.
+
+        Called regularly. When the last call is long ago this process itself was held up (stopped,
+        suspended, starved) and heard nobody: that time counts against no worker.
+        """
+        if self._looked_s is not None and now - self._looked_s > self._limit_s / 2:
+            for pulse in self._pulses.values():
+                pulse.heard_s += now - self._looked_s
+        self._looked_s = now
+        return tuple(
+            (worker, now - pulse.heard_s)
+            for worker, pulse in sorted(self._pulses.items())
+            if now - pulse.heard_s > (min(LINK_GRACE_S, self._limit_s) if pulse.hung_up else self._limit_s)
+        )

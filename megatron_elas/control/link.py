@@ -1,0 +1,246 @@
+"""A worker's connection to the controller. Plain threads, so that it lives beside any training loop.
+
+Two daemon threads: one reads what the controller says and acts on it at once, one sends heartbeats.
+When the controller is gone training goes on; only what needs an answer from it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+from websockets.sync.client import ClientConnection, connect
+
+from megatron_elas.control.messages import (
+    BadMessage,
+    Heartbeat,
+    Hello,
+    Inject,
+    Message,
+    Quiesce,
+    Recover,
+    Start,
+    Stop,
+    ToWorker,
+    decode_to_worker,
+    encode,
+)
+from megatron_elas.control.wire import OPTIONS, make_headers
+from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged
+
+logger = logging.getLogger(__name__)
+
+
+class ControlLink:
+    """Joins the job on construction; ``close`` leaves it.
+
+    ``send``, ``progress`` and the waits may be called from any thread. The callbacks run on the
+    link's own thread and must return quickly.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        hello: Hello,
+        heartbeat_interval_s: float,
+        on_quiesce: Callable[[Quiesce], None],
+        on_inject: Callable[[str], None],
+    ) -> None:
+        """Connect and send ``hello``.
+
+        Args:
+            address: ``ws://host:port``.
+            token: Shared secret of the job.
+            hello: This worker.
+            heartbeat_interval_s: Between heartbeats.
+            on_quiesce: Called at once when an epoch ends. Typically cancels communication.
+            on_inject: Called with the text of a fault.
+
+        Raises:
+            BadUsage: The controller refused the token, or the address is none.
+            ElasticError: Nobody answers at the address.
+        """
+        self._worker = hello.worker
+        self._on_quiesce = on_quiesce
+        self._on_inject = on_inject
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._changed = threading.Condition()
+        self._start: Start | None = None
+        self._quiesce: Quiesce | None = None
+        self._recover: Recover | None = None
+        self._gone: str | None = None
+        self._closing = threading.Event()
+        self._epoch = 0
+        self._step = 0
+        self._resources = contextlib.ExitStack()
+        self._connection = self._resources.enter_context(_connect(address, token))
+        self.send(hello)
+        self._threads = [
+            threading.Thread(target=self._read, name="elas-link", daemon=True),
+            threading.Thread(target=self._beat, name="elas-heartbeat", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ------------------------------------------------------------ towards the controller
+
+    def send(self, message: Message) -> None:
+        """Send now: when this returns the message has left the process, or the controller is gone.
+
+        A gone controller is no error here: it is logged once, and training goes on.
+        """
+        try:
+            self._connection.send(encode(message))
+        except ConnectionClosed as error:
+            self._note_gone(str(error))
+
+    def progress(self, epoch: int, step: int) -> None:
+        """What the next heartbeats say."""
+        self._epoch, self._step = epoch, step
+
+    # ------------------------------------------------------------ from the controller
+
+    @property
+    def latest_epoch(self) -> int:
+        """The newest epoch that was announced."""
+        quiesce = self._quiesce
+        return quiesce.epoch if quiesce is not None else 0
+
+    def wait_start(self, timeout_s: float) -> Start:
+        """The plan of epoch 0, when all workers have joined. Raises ElasticError."""
+        return self._wait(lambda: self._start, timeout_s, "that all workers have joined")
+
+    def wait_quiesce(self, newer_than: int, timeout_s: float) -> Quiesce:
+        """The latest announcement of an epoch newer than ``newer_than``. Raises ElasticError."""
+
+        def find() -> Quiesce | None:
+            quiesce = self._quiesce
+            return quiesce if quiesce is not None and quiesce.epoch > newer_than else None
+
+        return self._wait(find, timeout_s, f"an epoch after {newer_than}")
+
+    def wait_recover(self, epoch: int, timeout_s: float) -> Recover:
+        """The plan of ``epoch``, when all survivors have settled.
+
+        Raises:
+            EpochChanged: A newer epoch was announced; settle for that one.
+            ElasticError: The controller is gone, or silent for ``timeout_s``.
+        """
+
+        def find() -> Recover | None:
+            if self.latest_epoch > epoch:
+                raise EpochChanged(f"epoch {self.latest_epoch} was announced while waiting for the plan of {epoch}")
+            recover = self._recover
+            return recover if recover is not None and recover.plan.epoch == epoch else None
+
+        return self._wait(find, timeout_s, f"the plan of epoch {epoch}")
+
+    def _wait[M](self, find: Callable[[], M | None], timeout_s: float, what: str) -> M:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                if (found := find()) is not None:
+                    return found
+                if self._gone is not None:
+                    raise ElasticError(
+                        f"worker {self._worker} needs to hear {what}, but the controller is gone ({self._gone}): "
+                        f"restart the job from its newest checkpoint"
+                    )
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise ElasticError(
+                        f"worker {self._worker} did not hear {what} within {timeout_s:g} s: see elasrun's output for "
+                        f"the worker that is waited for"
+                    )
+                self._changed.wait(left_s)
+
+    def close(self) -> None:
+        """Say goodbye and end the threads. May be called again."""
+        self._closing.set()
+        self._resources.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    # ------------------------------------------------------------ threads
+
+    def _read(self) -> None:
+        try:
+            for text in self._connection:
+                self._act(decode_to_worker(text))
+        except ConnectionClosed as error:
+            self._note_gone(str(error))
+        except BadMessage as error:
+            self._note_gone(str(error))
+        else:
+            self._note_gone("it closed the connection")
+
+    def _act(self, message: ToWorker) -> None:
+        match message:
+            case Stop():
+                _end_process(self._worker, message)
+            case Inject(fault=fault):
+                self._on_inject(fault)
+            case Quiesce():
+                if message.epoch > self.latest_epoch:
+                    self._keep(quiesce=message)
+                    self._on_quiesce(message)
+            case Start():
+                self._keep(start=message)
+            case Recover():
+                self._keep(recover=message)
+
+    def _keep(
+        self, *, start: Start | None = None, quiesce: Quiesce | None = None, recover: Recover | None = None
+    ) -> None:
+        with self._changed:
+            self._start = start or self._start
+            self._quiesce = quiesce or self._quiesce
+            self._recover = recover or self._recover
+            self._changed.notify_all()
+
+    def _beat(self) -> None:
+        while not self._closing.wait(self._heartbeat_interval_s) and self._gone is None:
+            self.send(Heartbeat(worker=self._worker, epoch=self._epoch, step=self._step))
+
+    def _note_gone(self, why: str) -> None:
+        with self._changed:
+            if self._gone is None:
+                self._gone = why
+                if not self._closing.is_set():
+                    logger.warning(
+                        "worker %d: the controller is gone (%s); training goes on, but the next loss ends it",
+                        self._worker,
+                        why,
+                    )
+            self._changed.notify_all()
+
+
+def _connect(address: str, token: str) -> ClientConnection:
+    try:
+        # proxy: an HTTP proxy of the environment must not see what stays inside the cluster.
+        return connect(address, additional_headers=make_headers(token), proxy=None, **OPTIONS)
+    except InvalidURI as error:
+        raise BadUsage(f"controller address '{address}' is not of the form ws://host:port: {error}") from error
+    except InvalidStatus as error:
+        raise BadUsage(
+            f"the controller at {address} refused this process (HTTP {error.response.status_code}): ELAS_TOKEN is not "
+            f"that of the job"
+        ) from error
+    except (OSError, InvalidHandshake) as error:
+        raise ElasticError(f"no controller answers at {address} ({error}): is elasrun still running?") from error
+
+
+def _end_process(worker: int, stop: Stop) -> None:
+    """End at once, whatever the other threads do."""
+    print(f"worker {worker} ends with status {stop.exit_code}: {stop.sentence}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(stop.exit_code)

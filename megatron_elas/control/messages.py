@@ -1,0 +1,269 @@
+"""Messages of the control plane: JSON text, one object per message, tagged by type.
+
+Decoding checks every field's type; an unknown type or another ``PROTOCOL_VERSION`` is refused.
+The bytes never name code, so a stranger can at worst be told no.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatron_elas.spec.events import WorkerLost
+from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.plan import ElasticPlan, Settlement
+from megatron_elas.spec.report import RecoveryReport, SettleReport
+
+PROTOCOL_VERSION = 1
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+"""Larger messages end the connection. A plan of 100,000 workers is about 10 MiB."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of everything that crosses a link."""
+
+
+# ---------------------------------------------------------------- worker -> controller
+
+
+class Hello(Message, kw_only=True):
+    """First message of a worker: it is ready to be given a seat."""
+
+    version: int = PROTOCOL_VERSION
+    worker: int
+    pid: int
+    host: str
+    domain: str
+    """Failure domain: workers with the same text are assumed to die together."""
+    address: str
+    """Where peers reach its data plane, for example ``unix:/tmp/…/w3.sock`` or ``tcp:10.0.0.4:40123``."""
+    job: JobSpec
+
+
+class Heartbeat(Message, kw_only=True):
+    """Sent every ``heartbeat_interval_s`` from a thread of its own."""
+
+    worker: int
+    epoch: int
+    step: int
+
+
+class PeerUnreachable(Message, kw_only=True):
+    """The worker's link to ``peer`` broke while in use."""
+
+    worker: int
+    epoch: int
+    peer: int
+    detail: str
+
+
+class Settled(Message, kw_only=True):
+    """The worker has unwound to the step boundary."""
+
+    report: SettleReport
+
+
+class Recovered(Message, kw_only=True):
+    """The worker has finished its first step after a recovery."""
+
+    report: RecoveryReport
+
+
+class FaultFired(Message, kw_only=True):
+    """A scripted fault strikes now; sent just before it does."""
+
+    worker: int
+    fault: str
+    at_s: float
+
+
+class Failed(Message, kw_only=True):
+    """The worker ends because of an error that no other worker can mend."""
+
+    worker: int
+    exit_code: int
+    sentence: str
+
+
+class Finished(Message, kw_only=True):
+    """The worker reached the end of training and is about to exit with 0.
+
+    Sent after a last barrier of all survivors: once one has sent it, nobody needs anybody any
+    more, and a loss after it starts no new epoch.
+    """
+
+    worker: int
+
+
+# ---------------------------------------------------------------- controller -> worker
+
+
+class Start(Message, kw_only=True):
+    """All workers joined: the plan of epoch 0 and where everybody is."""
+
+    plan: ElasticPlan
+    addresses: dict[int, str]
+
+
+class Quiesce(Message, kw_only=True):
+    """The membership ends. Cancel communication, unwind, report ``Settled`` for this epoch."""
+
+    epoch: int
+    lost: tuple[WorkerLost, ...]
+    """All that were lost since the last plan that every survivor had recovered under, newest last."""
+
+
+class Recover(Message, kw_only=True):
+    """All survivors settled: the new plan and where to go on."""
+
+    plan: ElasticPlan
+    settlement: Settlement
+    addresses: dict[int, str]
+    plan_s: float
+    """Time the planner took."""
+
+
+class Inject(Message, kw_only=True):
+    """Add a fault to the worker's script."""
+
+    fault: str
+
+
+class Stop(Message, kw_only=True):
+    """End now with this exit code."""
+
+    exit_code: int
+    sentence: str
+
+
+# ---------------------------------------------------------------- agent <-> controller
+
+
+class AgentHello(Message, kw_only=True):
+    """First message of an agent. Answered by ``Welcome``, or by ``StopAll`` when it does not fit."""
+
+    version: int = PROTOCOL_VERSION
+    node: int
+    host: str
+    workers: tuple[int, ...]
+
+
+class Welcome(Message, kw_only=True):
+    """What an agent must know before it starts its workers."""
+
+    master_address: str
+    master_port: int
+    run_id: str
+
+
+class WorkerExited(Message, kw_only=True):
+    """A worker process ended. ``status`` is its exit code, or minus the signal number."""
+
+    worker: int
+    status: int
+    at_s: float
+
+
+class KillWorker(Message, kw_only=True):
+    """Fence: end this worker with SIGKILL."""
+
+    worker: int
+
+
+class StopAll(Message, kw_only=True):
+    """End all workers of the node, politely and then firmly, and exit with this code."""
+
+    exit_code: int
+    sentence: str
+    signum: int = 15
+    """The polite signal."""
+
+
+# ---------------------------------------------------------------- tools <-> controller
+
+
+class InjectRequest(Message, kw_only=True):
+    """From ``elas inject``. Answered by ``Answer``."""
+
+    version: int = PROTOCOL_VERSION
+    fault: str
+
+
+class StatusRequest(Message, kw_only=True):
+    """From ``elas status``. Answered by ``Answer``."""
+
+    version: int = PROTOCOL_VERSION
+
+
+class Answer(Message, kw_only=True):
+    """Reply to a tool."""
+
+    ok: bool
+    text: str
+
+
+# ---------------------------------------------------------------- on the wire
+
+FromClient = (
+    Hello
+    | Heartbeat
+    | PeerUnreachable
+    | Settled
+    | Recovered
+    | FaultFired
+    | Failed
+    | Finished
+    | AgentHello
+    | WorkerExited
+    | InjectRequest
+    | StatusRequest
+)
+"""What the controller reads."""
+
+ToWorker = Start | Quiesce | Recover | Inject | Stop
+"""What a worker reads."""
+
+ToAgent = Welcome | KillWorker | StopAll
+"""What an agent reads."""
+
+_from_client: msgspec.json.Decoder[FromClient] = msgspec.json.Decoder(FromClient)
+_to_worker: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)
+_to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
+_answer: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
+_encoder = msgspec.json.Encoder()
+
+
+class BadMessage(ValueError):
+    """The text is not a message of this protocol. Says which field of which message."""
+
+
+def encode(message: Message) -> str:
+    """One JSON object, as text."""
+    return _encoder.encode(message).decode()
+
+
+def decode_from_client(text: str | bytes) -> FromClient:
+    """Read what a worker, an agent or a tool sent. Raises BadMessage."""
+    return _decode(_from_client, text)
+
+
+def decode_to_worker(text: str | bytes) -> ToWorker:
+    """Read what the controller sent to a worker. Raises BadMessage."""
+    return _decode(_to_worker, text)
+
+
+def decode_to_agent(text: str | bytes) -> ToAgent:
+    """Read what the controller sent to an agent. Raises BadMessage."""
+    return _decode(_to_agent, text)
+
+
+def decode_answer(text: str | bytes) -> Answer:
+    """Read the reply to a tool. Raises BadMessage."""
+    return _decode(_answer, text)
+
+
+def _decode[M](decoder: msgspec.json.Decoder[M], text: str | bytes) -> M:
+    try:
+        return decoder.decode(text)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise BadMessage(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error

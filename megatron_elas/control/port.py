@@ -1,0 +1,55 @@
+"""The control link as the runtime sees it (``runtime.ports.Control``, by structure)."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_elas.control.link import ControlLink
+from megatron_elas.control.messages import Failed, Finished, PeerUnreachable, Quiesce, Recover, Recovered, Settled
+from megatron_elas.spec.report import RecoveryReport, SettleReport
+
+
+class LinkPort:
+    """Turns calls into messages. ``patience_s`` bounds every wait for an answer."""
+
+    def __init__(self, worker: int, link: ControlLink, patience_s: float) -> None:
+        self._worker = worker
+        self._link = link
+        self._patience_s = patience_s
+
+    @property
+    def latest_epoch(self) -> int:
+        """Newest epoch announced so far."""
+        return self._link.latest_epoch
+
+    def progress(self, epoch: int, step: int) -> None:
+        """What heartbeats say from now on."""
+        self._link.progress(epoch, step)
+
+    def peer_unreachable(self, epoch: int, peer: int, detail: str) -> None:
+        """A link broke while in use."""
+        self._link.send(PeerUnreachable(worker=self._worker, epoch=epoch, peer=peer, detail=detail))
+
+    def wait_quiesce(self, newer_than: int, *, idle: bool = False) -> Quiesce:
+        """The latest announcement newer than ``newer_than``; an idle worker waits for as long as it takes."""
+        return self._link.wait_quiesce(newer_than, math.inf if idle else self._patience_s)
+
+    def settled(self, report: SettleReport) -> None:
+        """Report the position at the step boundary."""
+        self._link.send(Settled(report=report))
+
+    def wait_recover(self, epoch: int) -> Recover:
+        """The order for ``epoch``. Raises EpochChanged when a newer epoch is announced."""
+        return self._link.wait_recover(epoch, self._patience_s)
+
+    def recovered(self, report: RecoveryReport) -> None:
+        """Report the first step finished after a recovery."""
+        self._link.send(Recovered(report=report))
+
+    def finished(self) -> None:
+        """Training has reached its end."""
+        self._link.send(Finished(worker=self._worker))
+
+    def failed(self, exit_code: int, sentence: str) -> None:
+        """This worker ends because of an error that no other worker can mend."""
+        self._link.send(Failed(worker=self._worker, exit_code=exit_code, sentence=sentence))

@@ -1,0 +1,195 @@
+"""From a loss to training again: settle, plan, resume.
+
+Every loss starts a new epoch. Losses add up until every survivor has committed a step under one
+plan; until then each new plan is made from the last one that all had recovered under, and survivors
+may hold state in the layout of any plan sent out since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_elas.control.commands import Command, MakePlan, Note, ShowRecovery, Tell, TellAgent
+from megatron_elas.control.ending import Step, dismiss, finish, stop
+from megatron_elas.control.messages import KillWorker, Quiesce, Recover
+from megatron_elas.control.recovery_block import find_slowest, format_block, phases_ms
+from megatron_elas.control.states import Outage, Resuming, Roster, Running, Settling
+from megatron_elas.planner.settle import settle
+from megatron_elas.spec.errors import ExitCode, StateInvalid
+from megatron_elas.spec.events import LossReason, WorkerLost
+from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.report import RecoveryReport, SettleReport
+
+Training = Running | Settling | Resuming
+"""States in which a loss leads to a recovery."""
+
+FENCED = frozenset({LossReason.SILENT, LossReason.UNREACHABLE})
+"""Losses of processes that may still live; they are killed."""
+
+
+def lose(state: Training, losses: Sequence[WorkerLost], now: float) -> Step:
+    """Start a new epoch without these workers; all of them survivors until now."""
+    roster = replace(state.roster, lost={**state.roster.lost, **{loss.worker: loss for loss in losses}})
+    fences = _fence(roster, losses)
+    notes = tuple(
+        Note(text=f"worker {loss.worker} is lost: {loss.reason}, {loss.detail}", warning=True) for loss in losses
+    )
+    if roster.finished:
+        return _end_training(replace(state, roster=roster), (*fences, *notes))
+    if not roster.survivors:
+        stopped, commands = stop(
+            replace(state, roster=roster), ExitCode.GAVE_UP, "no worker is left: restart from the newest checkpoint"
+        )
+        return stopped, (*fences, *notes, *commands)
+    epoch, outage = state.epoch + 1, _extend_outage(state, losses)
+    settling = Settling(
+        roster=roster,
+        epoch=epoch,
+        outage=outage,
+        deadline_s=now + roster.launch.timeouts.settle_timeout_s,
+    )
+    quiesce = Tell(workers=roster.survivors, message=Quiesce(epoch=epoch, lost=outage.losses))
+    return settling, (quiesce, *fences, _ask_planner(settling), *notes)
+
+
+def _fence(roster: Roster, losses: Sequence[WorkerLost]) -> tuple[Command, ...]:
+    return tuple(
+        TellAgent(node=node, message=KillWorker(worker=loss.worker))
+        for loss in losses
+        if loss.reason in FENCED and (node := roster.launch.node_of(loss.worker)) in roster.agents
+    )
+
+
+def _extend_outage(state: Training, losses: Sequence[WorkerLost]) -> Outage:
+    match state:
+        case Running(plan=plan):
+            return Outage(began_in=plan.placement, plans={plan.epoch: plan}, losses=tuple(losses))
+        case Settling(outage=outage) | Resuming(outage=outage):
+            return replace(outage, losses=(*outage.losses, *losses))
+
+
+def _ask_planner(state: Settling) -> MakePlan:
+    job = state.roster.job
+    assert job is not None, "workers joined before they could be lost"
+    outage = state.outage
+    return MakePlan(job=job, epoch=state.epoch, old=outage.base, lost=outage.lost, domains=state.roster.domains)
+
+
+def _end_training(state: Training, commands: tuple[Command, ...]) -> Step:
+    """Somebody has finished: let the others go too instead of recovering."""
+    roster, goodbyes = dismiss(state.roster)
+    plan = state.plan if isinstance(state, Running | Resuming) else state.outage.base
+    if not roster.remaining:
+        ended, last = finish(roster)
+        return ended, (*commands, *goodbyes, *last)
+    return Running(roster=roster, plan=plan), (*commands, *goodbyes)
+
+
+def worker_finished(state: Training, worker: int) -> Step:
+    """Take the worker off the list of those who are needed."""
+    roster = replace(state.roster, finished=state.roster.finished | {worker})
+    state = replace(state, roster=roster)
+    match state:
+        case Settling():
+            return _end_training(state, (Note(text=f"epoch {state.epoch}: worker {worker} had finished already"),))
+        case Resuming():
+            return _run_if_recovered(state)
+        case Running():
+            return state, ()
+
+
+def settled(state: Settling, report: SettleReport) -> Step:
+    """Remember a survivor's position; the last one may move on."""
+    if report.worker in state.reports:
+        return state, (Note(text=f"epoch {state.epoch}: worker {report.worker} settled twice"),)
+    return _resume_if_ready(replace(state, reports={**state.reports, report.worker: report}))
+
+
+def plan_made(state: Settling, plan: ElasticPlan, seconds: float) -> Step:
+    """Remember the plan; it may be the last thing that was missing."""
+    return _resume_if_ready(replace(state, plan=plan, plan_s=seconds))
+
+
+def _resume_if_ready(state: Settling) -> Step:
+    survivors, plan = state.roster.survivors, state.plan
+    if plan is None or not state.reports.keys() >= set(survivors):
+        return state, ()
+    plans = {**state.outage.plans, plan.epoch: plan}
+    try:
+        settlement = settle([_check_layouts(state.reports[worker], plans) for worker in survivors], plans)
+    except StateInvalid as error:
+        return stop(state, error.exit_code, f"{_because(state.outage)}: {error}")
+    recover = Recover(
+        plan=plan,
+        settlement=settlement,
+        addresses=state.roster.addresses_of(survivors),
+        plan_s=state.plan_s,
+    )
+    resuming = Resuming(roster=state.roster, plan=plan, plan_s=state.plan_s, outage=replace(state.outage, plans=plans))
+    note = Note(
+        text=f"epoch {state.epoch}: {len(survivors)} survivors settled, step {settlement.resume_step} is next: "
+        f"{plan.placement.describe()}"
+    )
+    return resuming, (Tell(workers=survivors, message=recover), note)
+
+
+def _check_layouts(report: SettleReport, plans: dict[int, ElasticPlan]) -> SettleReport:
+    unknown = [holding.epoch for holding in report.holdings if holding.epoch not in plans]
+    if unknown or not report.holdings:
+        raise StateInvalid(
+            f"worker {report.worker} holds state in the layouts of epochs {unknown}, plans in use are those of "
+            f"{sorted(plans)}. Restart from the newest checkpoint with --load"
+        )
+    return report
+
+
+def plan_refused(state: Settling, exit_code: ExitCode, sentence: str) -> Step:
+    """The survivors cannot carry the job on."""
+    return stop(state, exit_code, f"{_because(state.outage)}: {sentence}")
+
+
+def _because(outage: Outage) -> str:
+    who = ", ".join(f"worker {loss.worker} ({loss.detail})" for loss in outage.losses)
+    return f"cannot go on without {who}"
+
+
+def recovered(state: Resuming, report: RecoveryReport) -> Step:
+    """Remember a survivor's time line; the last one ends the outage."""
+    if report.worker in state.reports:
+        return state, (Note(text=f"epoch {state.epoch}: worker {report.worker} recovered twice"),)
+    return _run_if_recovered(replace(state, reports={**state.reports, report.worker: report}))
+
+
+def _run_if_recovered(state: Resuming) -> Step:
+    if not state.reports.keys() >= set(state.roster.survivors):
+        return state, ()
+    running = Running(roster=state.roster, plan=state.plan)
+    reports = [state.reports[worker] for worker in sorted(state.reports)]
+    if not reports:
+        return running, (Note(text=f"epoch {state.epoch}: every survivor finished"),)
+    return running, (
+        ShowRecovery(
+            epoch=state.epoch,
+            text=format_block(state.outage, state.plan, reports, state.plan_s),
+            phases_ms=phases_ms(state.outage.losses, find_slowest(reports), state.plan_s),
+        ),
+    )
+
+
+def check_deadline(state: Settling, now: float) -> Step:
+    """Lose the survivors that did not unwind in time."""
+    if now < state.deadline_s:
+        return state, ()
+    limit_s = state.roster.launch.timeouts.settle_timeout_s
+    late = [worker for worker in state.roster.survivors if worker not in state.reports]
+    losses = [
+        WorkerLost(
+            worker=worker,
+            reason=LossReason.SILENT,
+            detail=f"did not unwind within --settle-timeout-s={limit_s:g}",
+            at_s=now,
+        )
+        for worker in late
+    ]
+    return lose(state, losses, now) if losses else (state, ())

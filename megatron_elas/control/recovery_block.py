@@ -1,0 +1,86 @@
+"""The block that every recovery prints: who, why, where, what now, and how long each part took.
+
+Invariant: the printed columns add up to the printed total, and the total is the wall time from the
+fault (from its detection where nobody knows when it struck) to the end of the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_elas.control.states import Outage
+from megatron_elas.spec.events import WorkerLost
+from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.report import PHASES, RecoveryReport
+
+TENTHS_PER_S = 10_000
+"""Times are printed in tenths of a millisecond."""
+
+
+def phases_ms(losses: Sequence[WorkerLost], report: RecoveryReport, plan_s: float) -> dict[str, float]:
+    """Length of every phase on one worker's time line, and their ``total``, in milliseconds.
+
+    Boundaries are rounded, not lengths, so that what is printed adds up exactly.
+
+    Args:
+        losses: What is recovered from; the earliest starts the clock.
+        report: The worker's marks. A phase that it did not mark has no length of its own, and a mark
+            that lies before the one of an earlier phase (clocks of two hosts) counts as that one.
+        plan_s: The planner's time. The part of it that was hidden behind unwinding is not counted again.
+    """
+    detected_s = min(loss.at_s for loss in losses)
+    started_s = min([detected_s, *(loss.fault_s for loss in losses if loss.fault_s is not None)])
+    marks = {**report.marks_s, "detect": detected_s}
+    if "settle" in marks:
+        unwound_s = marks.get("quiesce", detected_s)
+        marks["plan"] = marks["settle"]
+        marks["settle"] = max(unwound_s, marks["settle"] - plan_s)
+    lengths: dict[str, float] = {}
+    before = 0
+    for phase in PHASES:
+        end = max(before, round((marks[phase] - started_s) * TENTHS_PER_S)) if phase in marks else before
+        lengths[phase] = (end - before) / 10
+        before = end
+    return {**lengths, "total": before / 10}
+
+
+def find_slowest(reports: Sequence[RecoveryReport]) -> RecoveryReport:
+    """The worker that ended its first step last; of several the one with the lowest id."""
+    return max(reports, key=lambda report: (max(report.marks_s.values(), default=0.0), -report.worker))
+
+
+def format_block(outage: Outage, plan: ElasticPlan, reports: Sequence[RecoveryReport], plan_s: float) -> str:
+    """The whole block, without a newline at its end. ``reports`` holds at least one."""
+    slowest = find_slowest(reports)
+    lengths = phases_ms(outage.losses, slowest, plan_s)
+    moved_bytes = sum(report.moved_bytes for report in reports)
+    seated = plan.placement.workers
+    return "\n".join(
+        [
+            f"---- recovered: epoch {plan.epoch} " + "-" * 60,
+            *(_format_loss(outage, loss) for loss in outage.losses),
+            f"before   {outage.began_in.describe()}",
+            f"now      {plan.placement.describe()}",
+            f"resumed  step {slowest.resume_step} on {len(seated)} of {len(outage.began_in.workers)} workers, "
+            f"{lengths['total']:.1f} ms after the fault, {moved_bytes / 1e6:.1f} MB moved",
+            *_format_table(lengths, slowest.worker),
+            "-" * 80,
+        ]
+    )
+
+
+def _format_loss(outage: Outage, loss: WorkerLost) -> str:
+    seat = outage.began_in.find_seat(loss.worker)
+    where = "spare" if seat is None else f"stage {seat.stage}, cell {seat.cell}, lane {seat.lane}"
+    return f"lost     worker {loss.worker} ({where}): {loss.reason}, {loss.detail}"
+
+
+def _format_table(lengths: dict[str, float], worker: int) -> list[str]:
+    columns = [(name, f"{value:.1f}") for name, value in lengths.items()]
+    widths = [max(len(name), len(value)) for name, value in columns]
+    return [
+        "ms       " + "  ".join(name.rjust(width) for (name, _), width in zip(columns, widths, strict=True)),
+        "         "
+        + "  ".join(value.rjust(width) for (_, value), width in zip(columns, widths, strict=True))
+        + f"  (worker {worker}, the slowest)",
+    ]

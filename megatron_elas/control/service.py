@@ -1,0 +1,302 @@
+"""The controller on the network: sockets, clock and planner around the pure state machine.
+
+One event at a time is applied, on one event loop; messages leave in the order of the commands,
+without waiting for slow readers. A client is refused before it says a word unless it knows the
+token; one that then breaks the protocol loses its own connection and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+
+from websockets.asyncio.server import Server, ServerConnection, broadcast, serve
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+from megatron_elas.control.commands import Command, EndJob, MakePlan, Note, ShowRecovery, Tell, TellAgent
+from megatron_elas.control.controller import initial_state, step
+from megatron_elas.control.events import AgentLost, Event, PlanMade, PlanRefused, Tick, WorkerSilent
+from megatron_elas.control.health import Health
+from megatron_elas.control.joining import find_agent_problem
+from megatron_elas.control.messages import (
+    AgentHello,
+    Answer,
+    BadMessage,
+    FromClient,
+    Heartbeat,
+    Hello,
+    Inject,
+    InjectRequest,
+    Message,
+    Recovered,
+    Settled,
+    StatusRequest,
+    Stop,
+    StopAll,
+    ToAgent,
+    Welcome,
+    WorkerExited,
+    decode_from_client,
+    encode,
+)
+from megatron_elas.control.states import Gathering, Launch, State
+from megatron_elas.control.tools import check_injection, describe
+from megatron_elas.control.wire import OPEN_TIMEOUT_S, OPTIONS, is_authorized
+from megatron_elas.planner.plan import initial_plan, replan
+from megatron_elas.spec.errors import ElasticError, ExitCode
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL_VIOLATION = 1008
+"""WebSocket close code: policy violation."""
+
+
+def make_plan(command: MakePlan) -> PlanMade | PlanRefused:
+    """Run the planner and take its time."""
+    began_s = time.perf_counter()
+    try:
+        if command.old is None:
+            plan = initial_plan(command.job, command.domains)
+        else:
+            plan = replan(command.job, command.old, command.lost, command.epoch, command.domains)
+    except ElasticError as error:
+        return PlanRefused(epoch=command.epoch, exit_code=error.exit_code, sentence=str(error))
+    return PlanMade(plan=plan, seconds=time.perf_counter() - began_s)
+
+
+class ControlService:
+    """Holds the state, applies events to it and carries the commands out."""
+
+    def __init__(
+        self,
+        *,
+        launch: Launch,
+        token: str,
+        welcome: Welcome,
+        local_agent: Callable[[ToAgent], None],
+        show: Callable[[ShowRecovery], None],
+    ) -> None:
+        """Prepare; nothing runs yet.
+
+        Args:
+            launch: What was launched.
+            token: Shared secret.
+            welcome: Sent to the agents of other nodes.
+            local_agent: Takes messages for node 0's agent, which lives in this process.
+            show: Prints a recovery block.
+        """
+        self._token = token
+        self._welcome = welcome
+        self._local_agent = local_agent
+        self._show = show
+        self._state: State = initial_state(launch)
+        self._health = Health(launch.timeouts.heartbeat_timeout_s)
+        self._workers: dict[int, ServerConnection] = {}
+        self._agents: dict[int, ServerConnection] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Wall-clock time for people and for comparison with the workers' marks, that cannot jump.
+        self._clock_offset_s = time.time() - time.monotonic()
+        self.ended: asyncio.Future[EndJob] = asyncio.get_running_loop().create_future()
+        """Set once, when the job has ended."""
+
+    @property
+    def state(self) -> State:
+        """The controller's state now."""
+        return self._state
+
+    def now(self) -> float:
+        """Wall-clock time that never goes back."""
+        return self._clock_offset_s + time.monotonic()
+
+    def apply(self, event: Event) -> None:
+        """Let the controller decide, and do what it says. From the event loop's thread only."""
+        with self._ending_on_bugs():
+            self._state, commands = step(self._state, event, self.now())
+            for command in commands:
+                self._carry_out(command)
+
+    # ------------------------------------------------------------ running
+
+    @contextlib.asynccontextmanager
+    async def serve(self, host: str, port: int) -> AsyncIterator[int]:
+        """Listen and watch the time while the context lasts; gives the port.
+
+        Raises:
+            OSError: The port is in use.
+        """
+        server: Server = await serve(
+            self._converse, host, port, process_request=self._authorize, start_serving=True, **OPTIONS
+        )
+        ticking = asyncio.create_task(self._tick())
+        try:
+            yield next(iter(server.sockets)).getsockname()[1]
+        finally:
+            ticking.cancel()
+            server.close()
+            with contextlib.suppress(asyncio.CancelledError):
+                await ticking
+            await server.wait_closed()
+
+    async def _tick(self) -> None:
+        timeouts = self._state.roster.launch.timeouts
+        interval_s = min(timeouts.heartbeat_interval_s, timeouts.heartbeat_timeout_s / 10)
+        while True:
+            await asyncio.sleep(interval_s)
+            for worker, silent_s in self._health.find_silent(self.now()):
+                self._health.forget(worker)
+                self.apply(WorkerSilent(worker=worker, silent_s=silent_s))
+            self.apply(Tick())
+
+    # ------------------------------------------------------------ conversations
+
+    def _authorize(self, connection: ServerConnection, request: Request) -> Response | None:
+        if is_authorized(dict(request.headers.raw_items()), self._token):
+            return None
+        logger.warning("refused a client from %s: wrong token", connection.remote_address)
+        return connection.respond(http.HTTPStatus.UNAUTHORIZED, "wrong token\n")
+
+    async def _converse(self, connection: ServerConnection) -> None:
+        """One client, from its first message, which says what it is, to the end of its connection."""
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                first = decode_from_client(await connection.recv())
+            match first:
+                case Hello():
+                    await self._converse_with_worker(connection, first)
+                case AgentHello():
+                    await self._converse_with_agent(connection, first)
+                case InjectRequest() | StatusRequest():
+                    await connection.send(encode(self._answer(first)))
+                case _:
+                    raise BadMessage(f"a connection cannot begin with {type(first).__name__}")
+        except BadMessage as error:
+            logger.warning("closing the connection of %s: %s", connection.remote_address, error)
+            await connection.close(PROTOCOL_VIOLATION, str(error)[:100])
+        except ConnectionClosed:
+            pass
+        except TimeoutError:
+            await connection.close(PROTOCOL_VIOLATION, "said nothing")
+
+    async def _converse_with_worker(self, connection: ServerConnection, hello: Hello) -> None:
+        worker = hello.worker
+        if worker in self._workers or not isinstance(self._state, Gathering):
+            sentence = f"worker {worker} cannot join: it joined before, or training has begun"
+            await connection.send(encode(Stop(exit_code=ExitCode.NOT_STARTED, sentence=sentence)))
+            return
+        self._workers[worker] = connection
+        self._health.hear(worker, self.now())
+        self.apply(hello)
+        try:
+            async for text in connection:
+                message = decode_from_client(text)
+                if _speaker(message) != worker:
+                    raise BadMessage(f"worker {worker} cannot send {type(message).__name__} for {_speaker(message)}")
+                self._hear(worker, message)
+        finally:
+            if worker in self._state.roster.survivors:
+                self._health.hang_up(worker, self.now())
+            else:
+                self._health.forget(worker)
+
+    def _hear(self, worker: int, message: FromClient) -> None:
+        if isinstance(message, Heartbeat):
+            self._health.hear_progress(worker, message.epoch, message.step, self.now())
+            return
+        self._health.hear(worker, self.now())
+        if isinstance(message, Hello | AgentHello | WorkerExited | InjectRequest | StatusRequest):
+            raise BadMessage(f"worker {worker} cannot send {type(message).__name__}")
+        self.apply(message)
+
+    async def _converse_with_agent(self, connection: ServerConnection, hello: AgentHello) -> None:
+        problem = find_agent_problem(self._state.roster, hello)
+        if problem is None and not isinstance(self._state, Gathering):
+            problem = f"node {hello.node} comes too late: training has begun, or is ending"
+        if problem is not None:
+            await connection.send(encode(StopAll(exit_code=ExitCode.BAD_USAGE, sentence=problem)))
+            return
+        self._agents[hello.node] = connection
+        broadcast([connection], encode(self._welcome))
+        self.apply(hello)
+        try:
+            async for text in connection:
+                message = decode_from_client(text)
+                if not isinstance(message, WorkerExited) or message.worker not in hello.workers:
+                    raise BadMessage(f"the agent of node {hello.node} cannot send {message}")
+                self.worker_exited(message)
+        finally:
+            del self._agents[hello.node]
+            self.apply(AgentLost(node=hello.node))
+
+    def worker_exited(self, message: WorkerExited) -> None:
+        """An agent saw a process end."""
+        self._health.forget(message.worker)
+        self.apply(message)
+
+    def _answer(self, request: InjectRequest | StatusRequest) -> Answer:
+        if isinstance(request, StatusRequest):
+            now = self.now()
+            text = describe(self._state, self._health.step_of, lambda worker: self._health.silence_of(worker, now))
+            return Answer(ok=True, text=text)
+        fault = check_injection(self._state, request.fault, self._health.step_of)
+        if isinstance(fault, Answer):
+            return fault
+        self._send([fault.worker], Inject(fault=str(fault)))
+        return Answer(ok=True, text=f"worker {fault.worker} will be struck: {fault}")
+
+    # ------------------------------------------------------------ commands
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Tell(workers=workers, message=message):
+                self._send(workers, message)
+            case TellAgent(node=0, message=order):
+                self._local_agent(order)
+            case TellAgent(node=node, message=order):
+                if node in self._agents:
+                    broadcast([self._agents[node]], encode(order))
+            case MakePlan():
+                self._spawn(self._run_planner(command))
+            case ShowRecovery():
+                self._show(command)
+            case Note(text=text, warning=warning):
+                logger.log(logging.WARNING if warning else logging.INFO, "%s", text)
+            case EndJob():
+                if not self.ended.done():
+                    self.ended.set_result(command)
+
+    def _send(self, workers: Sequence[int], message: Message) -> None:
+        # broadcast() writes at once and skips closed connections; it never waits for a reader.
+        broadcast([self._workers[worker] for worker in workers if worker in self._workers], encode(message))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run_planner(self, command: MakePlan) -> None:
+        with self._ending_on_bugs():
+            answer = await asyncio.to_thread(make_plan, command)
+        self.apply(answer)
+
+    @contextlib.contextmanager
+    def _ending_on_bugs(self) -> Iterator[None]:
+        """A bug of ours must end the job with its traceback, not leave workers waiting for an answer."""
+        try:
+            yield
+        except Exception as error:
+            if not self.ended.done():
+                self.ended.set_exception(error)
+            raise
+
+
+def _speaker(message: FromClient) -> int | None:
+    """The worker a message says it is from; None for messages that are not of workers."""
+    if isinstance(message, Settled | Recovered):
+        return message.report.worker
+    worker = getattr(message, "worker", None)
+    return worker if isinstance(worker, int) else None

@@ -1,0 +1,212 @@
+"""States of the controller, as types.
+
+::
+
+    Gathering --all joined, plan made--> Running --a worker is lost--> Settling --all settled--> Resuming
+        |                                   ^                            ^  |                       |   |
+        |                                   +----------------------------|--|--- all recovered -----+   |
+        |                                                                +--+---- another is lost ------+
+        +-------- cannot go on, or asked to end (from any state) --> Stopping --workers gone--> Ended
+
+``Ended`` is terminal. A job whose workers never join (no ``Hello``) stays in ``Gathering`` until its
+processes end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from megatron_elas.config import ControlTimeouts
+from megatron_elas.control.messages import FaultFired, Hello
+from megatron_elas.spec.events import LossReason, WorkerLost
+from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.layout import Placement
+from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.report import RecoveryReport, SettleReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What was launched; fixed."""
+
+    nnodes: int
+    workers_per_node: int
+    timeouts: ControlTimeouts
+
+    @property
+    def world_size(self) -> int:
+        """Worker processes over all nodes."""
+        return self.nnodes * self.workers_per_node
+
+    def node_of(self, worker: int) -> int:
+        """The node that runs the worker."""
+        return worker // self.workers_per_node
+
+    def workers_of(self, node: int) -> tuple[int, ...]:
+        """The node's workers, ascending."""
+        return tuple(range(node * self.workers_per_node, (node + 1) * self.workers_per_node))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roster:
+    """What is known about the processes, in every state."""
+
+    launch: Launch
+    agents: frozenset[int] = frozenset()
+    """Nodes whose agent is connected."""
+    hellos: Mapping[int, Hello] = field(default_factory=dict)
+    """Of the workers that joined."""
+    lost: Mapping[int, WorkerLost] = field(default_factory=dict)
+    finished: frozenset[int] = frozenset()
+    exited: Mapping[int, int] = field(default_factory=dict)
+    """Exit statuses of the processes that ended; minus the signal number for a signal."""
+    faults: Mapping[int, FaultFired] = field(default_factory=dict)
+    """The newest scripted fault of each worker."""
+
+    @property
+    def job(self) -> JobSpec | None:
+        """What the workers said; they all said the same. None before the first joined."""
+        return next(iter(self.hellos.values())).job if self.hellos else None
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        """Workers that joined, were not lost and have not finished, ascending."""
+        return tuple(sorted(self.hellos.keys() - self.lost.keys() - self.finished))
+
+    @property
+    def remaining(self) -> tuple[int, ...]:
+        """Launched processes that were neither lost nor seen to end, ascending."""
+        gone = self.lost.keys() | self.exited.keys()
+        return tuple(worker for worker in range(self.launch.world_size) if worker not in gone)
+
+    def addresses_of(self, workers: tuple[int, ...]) -> dict[int, str]:
+        """Data-plane addresses."""
+        return {worker: self.hellos[worker].address for worker in workers}
+
+    @property
+    def domains(self) -> dict[int, str]:
+        """Failure domain of every worker that joined."""
+        return {worker: hello.domain for worker, hello in self.hellos.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathering:
+    """Waiting for workers. The last ``Hello`` asks for the plan, and the plan moves on to ``Running``."""
+
+    roster: Roster
+    deadline_s: float | None = None
+    """For the last worker to join; counts from the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """Training. A loss moves on to ``Settling``; the last process to end moves on to ``Ended``."""
+
+    roster: Roster
+    plan: ElasticPlan
+    """Every survivor has committed a step under it (or it is the first one)."""
+
+    @property
+    def epoch(self) -> int:
+        """Of the current membership."""
+        return self.plan.epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outage:
+    """One or more losses that are being recovered from together."""
+
+    began_in: Placement
+    """Before the first of them."""
+    plans: Mapping[int, ElasticPlan]
+    """By epoch: the last one that all had recovered under, and any that was sent out since.
+
+    A worker holds state in the layout of one or two of these.
+    """
+    losses: tuple[WorkerLost, ...]
+    """Since the oldest of ``plans``."""
+
+    @property
+    def base(self) -> ElasticPlan:
+        """The oldest plan; ``losses`` are relative to it."""
+        return self.plans[min(self.plans)]
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Ids of the lost workers, ascending."""
+        return tuple(sorted(loss.worker for loss in self.losses))
+
+    def with_fault(self, fired: FaultFired) -> Outage:
+        """The outage with the time when the worker's fault struck, if it is one of the losses."""
+        return self._amend(fired.worker, lambda loss: replace(loss, fault_s=fired.at_s))
+
+    def with_exit(self, worker: int, detail: str) -> Outage:
+        """The outage with how the process ended, where only a broken link was known."""
+        return self._amend(
+            worker,
+            lambda loss: (
+                replace(loss, detail=f"{loss.detail}; {detail}") if loss.reason is LossReason.UNREACHABLE else loss
+            ),
+        )
+
+    def _amend(self, worker: int, change: Callable[[WorkerLost], WorkerLost]) -> Outage:
+        return replace(self, losses=tuple(change(loss) if loss.worker == worker else loss for loss in self.losses))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settling:
+    """Survivors unwind to the step boundary while the plan is made.
+
+    The plan and the last report move on to ``Resuming``; another loss to a new ``Settling``; no
+    feasible plan, or no whole state, to ``Stopping``.
+    """
+
+    roster: Roster
+    epoch: int
+    outage: Outage
+    deadline_s: float
+    """For the last report."""
+    reports: Mapping[int, SettleReport] = field(default_factory=dict)
+    plan: ElasticPlan | None = None
+    plan_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resuming:
+    """Survivors restore and run their first step under the new plan.
+
+    The last ``Recovered`` moves on to ``Running``; a loss goes back to ``Settling``.
+    """
+
+    roster: Roster
+    plan: ElasticPlan
+    plan_s: float
+    outage: Outage
+    reports: Mapping[int, RecoveryReport] = field(default_factory=dict)
+
+    @property
+    def epoch(self) -> int:
+        """Of the new membership."""
+        return self.plan.epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopping:
+    """All agents were told to end their workers; the last one to end moves on to ``Ended``."""
+
+    roster: Roster
+    exit_code: int
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """Terminal."""
+
+    roster: Roster
+    exit_code: int
+    sentence: str
+
+
+State = Gathering | Running | Settling | Resuming | Stopping | Ended

@@ -1,0 +1,45 @@
+"""Settings that both ends of a control connection share."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from typing import TypedDict
+
+from megatron_elas.control.messages import MAX_MESSAGE_BYTES
+
+OPEN_TIMEOUT_S = 10.0
+"""For connecting and for a client's first message."""
+
+AUTHORIZATION = "Authorization"
+
+
+class ConnectionOptions(TypedDict):
+    """Keyword arguments of ``websockets``, the same for client and server."""
+
+    compression: None
+    max_size: int
+    open_timeout: float
+    ping_interval: None
+    close_timeout: float
+
+
+OPTIONS = ConnectionOptions(
+    compression=None,
+    max_size=MAX_MESSAGE_BYTES,
+    open_timeout=OPEN_TIMEOUT_S,
+    # Heartbeats are messages of their own; pings would end links of workers that are stopped and wanted back.
+    ping_interval=None,
+    close_timeout=1.0,
+)
+
+
+def make_headers(token: str) -> dict[str, str]:
+    """What a client sends to prove that it belongs to the job."""
+    return {AUTHORIZATION: f"Bearer {token}"}
+
+
+def is_authorized(headers: Mapping[str, str], token: str) -> bool:
+    """Whether the client knows the token. Takes the same time whatever it sent."""
+    given = headers.get(AUTHORIZATION, "")
+    return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())

@@ -1,0 +1,50 @@
+"""The command line: Megatron's arguments, and a group "elastic" of our own."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from typing import NoReturn
+
+from megatron_elas.spec.errors import BadUsage
+
+
+def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group "elastic". Has the form of Megatron's ``extra_args_provider``."""
+    group = parser.add_argument_group(title="elastic")
+    group.add_argument(
+        "--elastic",
+        action="store_true",
+        help="Go on training when workers are lost. Without it the run is stock Megatron.",
+    )
+    group.add_argument(
+        "--elastic-inject",
+        action="append",
+        metavar="SPEC",
+        help="Fault to inject, for tests and demonstrations; may be given several times.",
+    )
+    group.add_argument(
+        "--elastic-sample-log",
+        metavar="PREFIX",
+        help="Append the step and the sample ids of every training micro-batch that a worker reads to PREFIX.WORKER.",
+    )
+    return parser
+
+
+def add_entry_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """``add_elastic_arguments`` for our entry: a wrong flag raises BadUsage and does not print a page of usage."""
+
+    def refuse(message: str) -> NoReturn:
+        raise BadUsage(message + _suggest_flag(parser, message))
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return add_elastic_arguments(parser)
+
+
+def _suggest_flag(parser: argparse.ArgumentParser, message: str) -> str:
+    """The flag that was probably meant, as the end of the sentence; empty when there is none near."""
+    unknown, flags = message.removeprefix("unrecognized arguments: "), parser._option_string_actions
+    if unknown == message:
+        return "; see --help"
+    nearest = difflib.get_close_matches(unknown.split()[0].partition("=")[0], flags, n=1)
+    return f"; did you mean {nearest[0]}?" if nearest else "; see --help"

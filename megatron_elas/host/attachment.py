@@ -1,0 +1,59 @@
+"""What the wrappers around Megatron's functions act on; there is one per process, and none with elastic off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_elas.host.optimizer import OptimizerFactory
+from megatron_elas.host.pipeline import Route, RoutedPipeline
+from megatron_elas.host.schedule import PassCounter
+from megatron_elas.host.training import MegatronHost
+from megatron_elas.runtime.communicator.communicator import Communicator
+from megatron_elas.runtime.ports import FaultPoint
+from megatron_elas.runtime.session import Session
+from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.layout import Placement
+
+
+@dataclass(slots=True, kw_only=True)
+class Attachment:
+    """Filled by worker.prepare, completed at the first training step."""
+
+    worker: int
+    job: JobSpec
+    initial: Placement
+    session: Session
+    communicator: Communicator
+    route: Route
+    pipeline: RoutedPipeline
+    counter: PassCounter
+    strike: FaultPoint
+    observe_samples: Callable[[int, tuple[int, ...]], None] | None = None
+    """Called with (step, sample ids) for every micro-batch this worker reads for training."""
+    factory: OptimizerFactory | None = None
+    loaders: dict[str, Any] = field(default_factory=dict)
+    """SeekableLoader by split: train, valid, test."""
+    host: MegatronHost | None = None
+    next_step: int = 0
+
+
+_current: list[Attachment] = []
+
+
+def attach(attachment: Attachment) -> None:
+    """Make it the process's attachment. Raises when there is one already."""
+    if _current:
+        raise RuntimeError("this process is already attached to a job")
+    _current.append(attachment)
+
+
+def detach() -> None:
+    """Forget the attachment."""
+    _current.clear()
+
+
+def attachment() -> Attachment:
+    """The process's attachment."""
+    return _current[0]

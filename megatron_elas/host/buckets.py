@@ -1,0 +1,77 @@
+"""The interleaved ZeRO layout: every transformer layer is a bucket of its own.
+
+Each bucket is shared evenly by all replicas of the stage, so every replica owns a slice of every layer
+and moving a layer is a set of disjoint rank-to-rank transfers. Buckets have room at their end, so
+that they can be cut evenly for every number of replicas the stage can come to have; buffers then stay
+as they are when replicas leave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+LAYER_ATTRIBUTE = "elas_layer"
+"""Set on parameters of transformer layers: the layer's number."""
+
+
+class FlatParameter(Protocol):
+    """What the layout needs to know of a parameter."""
+
+    def numel(self) -> int:
+        """Elements."""
+
+
+def bucket_size(numel: int, replicas: int) -> int:
+    """Elements of a bucket that ``replicas`` share evenly, each on a boundary of 128 elements or more.
+
+    Example: 1000 elements take 1024 with 1, 2 or 4 replicas and 1152 with 3.
+    """
+    quantum = math.lcm(128, replicas)
+    return math.ceil(numel / quantum) * quantum
+
+
+def layer_buckets(
+    params: Sequence[FlatParameter], replicas: int, align: int = 64
+) -> tuple[dict[Any, tuple[int, int, int]], list[tuple[int, int]], list[int]]:
+    """Lay parameters out in reverse order (the order in which gradients become ready), a layer per bucket.
+
+    Parameters outside of transformer layers (embedding, final norm, head) are buckets of their own. After
+    each bucket there is room for it to be cut for any smaller number of replicas: at most 128 elements per
+    replica.
+
+    Args:
+        params: In the order of ``named_parameters()``.
+        replicas: How many share the buckets at first.
+        align: Parameters start at multiples of it (in elements).
+
+    Returns:
+        (start, end, bucket) of every parameter; (start, end) of every bucket; and the elements that each
+        bucket's parameters take without the padding at its end.
+    """
+    index: dict[Any, tuple[int, int, int]] = {}
+    buckets: list[tuple[int, int]] = []
+    unpadded: list[int] = []
+    start = end = 0
+    previous: Any = None
+    for number, param in enumerate(reversed(params)):
+        layer = getattr(param, LAYER_ATTRIBUTE, None)
+        key = ("layer", layer) if layer is not None else ("single", number)
+        if number and key != previous:
+            start = end = _close(buckets, unpadded, start, end, replicas)
+        previous = key
+        position = math.ceil(end / align) * align
+        end = position + param.numel()
+        index[param] = (position, end, len(buckets))
+    if params:
+        _close(buckets, unpadded, start, end, replicas)
+    return index, buckets, unpadded
+
+
+def _close(buckets: list[tuple[int, int]], unpadded: list[int], start: int, end: int, replicas: int) -> int:
+    """End a bucket; gives where the next one may start."""
+    numel = end - start
+    unpadded.append(numel)
+    buckets.append((start, start + bucket_size(numel, replicas)))
+    return start + bucket_size(numel + 128 * replicas, replicas)

@@ -1,0 +1,168 @@
+"""From a command line to Megatron's ``pretrain``, stock or elastic."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from megatron.core.enums import ModelType
+from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args, parse_args
+
+from megatron_elas.host import cpu_fixes, gpt_seams, patching, upstream_fixes
+from megatron_elas.host.argument_checks import check_arguments
+from megatron_elas.host.argument_files import expand_files
+from megatron_elas.host.arguments import add_entry_arguments
+from megatron_elas.host.cpu_defaults import missing_defaults
+from megatron_elas.host.gpt_data import provide_datasets
+from megatron_elas.host.gpt_step import forward_step, get_embedding_ranks
+from megatron_elas.platform.detect import PlatformName
+from megatron_elas.spec.errors import BadUsage, ElasticError
+
+TOKENIZER_DEFAULT = {"tokenizer_type": "GPT2BPETokenizer"}
+"""As in Megatron's own entry."""
+
+
+def attach(platform: PlatformName, *, elastic: bool = False) -> None:
+    """Fix what must be fixed in Megatron on this platform, once per process (or once before forking).
+
+    A run that is neither elastic nor on the CPU is left alone, but for the one slip of the wheel that would end it.
+    """
+    rows: tuple[patching.Seam, ...] = ()
+    if platform == "cpu":
+        rows = cpu_fixes.ROWS + upstream_fixes.ROWS
+    elif elastic:
+        rows = upstream_fixes.ROWS
+    elif upstream_fixes.wheel_lacks_makefile():
+        rows = (upstream_fixes.COMPILE_HELPERS,)
+    patching.apply_missing(rows)
+
+
+class ElasticWorker(Protocol):
+    """What this module needs of ``megatron_elas.worker``, which lies above it."""
+
+    def prepare(self, args: argparse.Namespace) -> dict[str, Any]:
+        """Join the job. Gives keyword arguments for ``pretrain``, such as ``store`` and ``pg_collection``."""
+
+    def finish(self) -> None:
+        """Leave the job after a successful end."""
+
+    def fail(self, error: ElasticError) -> None:
+        """Leave the job because of an error."""
+
+
+def run(
+    argv: Sequence[str],
+    platform: PlatformName,
+    *,
+    load_worker: Callable[[], ElasticWorker],
+    started_s: float,
+) -> None:
+    """Train as the command line says.
+
+    Args:
+        argv: Without the program's name; may hold ``@file`` words.
+        platform: What the workers compute on.
+        load_worker: Imports the elastic worker; only called with --elastic.
+        started_s: ``time.time()`` when the program began, for Megatron's start-up times.
+
+    Raises:
+        BadUsage: The command line cannot work; no process group was made.
+        WrongVersion: The installed Megatron is not the expected one.
+        SystemExit: Megatron ended the run itself, for example at --exit-interval.
+    """
+    words = expand_files(argv)
+    added = missing_defaults(words) if platform == "cpu" else []
+    # Megatron reads sys.argv, also later; our words come first so that the user's win.
+    with _command_line([*added, *words]):
+        args = _read_arguments()
+        attach(platform, elastic=args.elastic)
+        patching.require(gpt_seams.ROWS)
+        if added and args.rank == 0:
+            print(f"megatron_elas: no accelerator here, so this run has {' '.join(added)}", flush=True)
+        _set_single_worker()
+        set_startup_timestamps(program_start=started_s, main_entry=started_s)
+        if args.elastic:
+            _train_elastic(load_worker())
+        else:
+            _train_stock()
+
+
+def _read_arguments() -> argparse.Namespace:
+    """Parse and check the command line, without any effect on Megatron."""
+    args: argparse.Namespace = parse_args(add_entry_arguments)
+    check_arguments(args)
+    if args.elastic and args.inprocess_restart:
+        raise BadUsage("--elastic and --inprocess-restart both want to handle lost workers: leave one of them out")
+    return args
+
+
+def _complete_arguments() -> tuple[argparse.Namespace, Any]:
+    """Let Megatron validate the arguments and describe the run. Its refusals become BadUsage."""
+    try:
+        args = parse_and_validate_args(extra_args_provider=add_entry_arguments, args_defaults=TOKENIZER_DEFAULT)
+        return args, pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    except (AssertionError, ValueError, ImportError) as error:
+        # An assertion without a text is told by its source line.
+        line = traceback.extract_tb(error.__traceback__)[-1].line
+        raise BadUsage(f"Megatron refuses these arguments: {str(error).strip() or line}") from error
+
+
+def _train_stock() -> None:
+    """What Megatron's own entry does."""
+    # The wrapper hands pretrain back unchanged unless --inprocess-restart is given.
+    start, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
+    _, container = _complete_arguments()
+    _call_pretrain(start, container, store=store)
+
+
+def _train_elastic(worker: ElasticWorker) -> None:
+    """The same with the elastic worker around it."""
+    args, container = _complete_arguments()
+    extra = worker.prepare(args)
+    try:
+        try:
+            _call_pretrain(pretrain, container, **extra)
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                raise
+        worker.finish()
+    except ElasticError as error:
+        worker.fail(error)
+        raise
+
+
+def _call_pretrain(start: Callable[..., None], container: Any, **extra: Any) -> None:
+    start(
+        container,
+        provide_datasets,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        get_embedding_ranks=get_embedding_ranks,
+        **extra,
+    )
+
+
+def _set_single_worker() -> None:
+    """Without a launcher, be the only worker of a job."""
+    if "WORLD_SIZE" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "0")
+
+
+@contextlib.contextmanager
+def _command_line(words: list[str]) -> Iterator[None]:
+    """``sys.argv`` as if the program had been called with ``words``."""
+    before = sys.argv
+    sys.argv = [before[0] if before else "pretrain_gpt", *words]
+    try:
+        yield
+    finally:
+        sys.argv = before

@@ -1,0 +1,75 @@
+"""Makes Megatron's groups over the elastic communicator and puts the elastic seams in force."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import mpu
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.arguments import core_transformer_config_from_args
+
+from megatron_elas.host import elastic_seams, patching
+from megatron_elas.host.attachment import Attachment, attach
+from megatron_elas.host.gpt_step import get_embedding_ranks
+from megatron_elas.host.groups import keep_data_parallel_size_logical
+from megatron_elas.host.pipeline import Route, RoutedPipeline
+from megatron_elas.host.schedule import PassCounter
+from megatron_elas.runtime.communicator.communicator import Communicator
+from megatron_elas.runtime.ports import FaultPoint
+from megatron_elas.runtime.session import Session
+from megatron_elas.runtime.transport.base import Transport
+from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.plan import ElasticPlan
+
+
+def join_megatron(
+    args: Any,
+    job: JobSpec,
+    plan: ElasticPlan,
+    transport: Transport,
+    communicator: Communicator,
+    session: Session,
+    strike: FaultPoint,
+) -> tuple[Attachment, dict[str, Any]]:
+    """Build all groups and attach to Megatron. Called once per worker, on all workers.
+
+    Returns:
+        The attachment, and the keyword arguments for ``pretrain``.
+
+    Raises:
+        WrongVersion: A symbol of Megatron is not as expected; nothing was attached.
+    """
+    patching.require(elastic_seams.ROWS)
+    args.enable_gloo_process_groups = args.use_gloo_process_groups = False
+    communicator.register_backend()
+    # The groups need no store: everybody's address came with the plan. c10d asks for one all the same.
+    dist.init_process_group("elastic", store=dist.HashStore(), rank=session.worker, world_size=job.world_size)
+    mpu.initialize_model_parallel(
+        job.tensor_parallel,
+        job.pipeline_parallel,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        order="tp-cp-ep-dp-pp",
+        get_embedding_ranks=get_embedding_ranks,
+        create_gloo_process_groups=False,
+    )
+    keep_data_parallel_size_logical(job.data_parallel)
+    route = Route(plan, session.worker)
+    attached = Attachment(
+        worker=session.worker,
+        job=job,
+        initial=plan.placement,
+        session=session,
+        communicator=communicator,
+        route=route,
+        pipeline=RoutedPipeline(core_transformer_config_from_args(args), route, transport),
+        counter=PassCounter(strike),
+        strike=strike,
+    )
+    attach(attached)
+    patching.apply_missing(elastic_seams.ROWS)
+    return attached, {
+        "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
+        "p2p_communicator": attached.pipeline,
+        "skip_model_parallel_init": True,
+    }

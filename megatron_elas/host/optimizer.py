@@ -1,0 +1,164 @@
+"""Megatron's distributed optimizer: its shard read and written by name, and itself replaced in place.
+
+# P elements of this worker's shard (see spec.shards).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_elas.host.buckets import bucket_size
+from megatron_elas.host.model import buffers_of, named_parameters
+from megatron_elas.spec.shards import SLOTS, Piece, ShardLayout
+
+MOMENTS = SLOTS[1:]
+
+
+def shard_layouts(model: Sequence[Any], members: Sequence[int]) -> dict[int, ShardLayout]:
+    """Who owns what if ``members``, in this order, share every bucket evenly.
+
+    Follows DistributedOptimizer: a bucket is cut into as many equal ranges as there are members; a member
+    owns the part of each parameter that lies in its range.
+    """
+    name_of = {param: name for name, param in named_parameters(model)}
+    pieces: dict[int, list[Piece]] = {worker: [] for worker in members}
+    for buffer in buffers_of(model):
+        by_bucket: dict[int, list[tuple[int, int, str]]] = {}
+        for param, (start, end, bucket_id) in buffer.param_index_map.items():
+            by_bucket.setdefault(bucket_id, []).append((start, end, name_of[param]))
+        for bucket in buffer.buckets:
+            size = bucket_size(bucket.numel_unpadded, len(members)) // len(members)
+            for index, worker in enumerate(members):
+                low = bucket.offset + index * size
+                for start, end, name in sorted(by_bucket[bucket.bucket_id]):
+                    first, last = max(start, low), min(end, low + size)
+                    if first < last:
+                        pieces[worker].append(Piece(name=name, start=first - start, stop=last - start))
+    return {worker: ShardLayout(pieces=tuple(owned)) for worker, owned in pieces.items()}
+
+
+class ShardAccess:
+    """Reads and writes the optimizer state of this worker's shard."""
+
+    def __init__(self, model: Sequence[Any], optimizer: Any) -> None:
+        self._model = model
+        self._chained = optimizer
+
+    def layout(self) -> ShardLayout:
+        """What the optimizer in use owns, in flat order."""
+        return ShardLayout(pieces=tuple(piece for piece, _, _ in self._pieces()))
+
+    @torch.no_grad()
+    def read(self, flat: torch.Tensor) -> None:
+        """Copy the shard into ``flat``, fp32, 3 P + 1 elements. Moments not yet made read as zeros."""
+        slots = flat[:-1].view(len(SLOTS), -1)
+        position = 0
+        step = 0.0
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for piece, inner, main in self._pieces():
+            span = slice(position, position + piece.numel)
+            state = inner.state.get(main, {})
+            targets.append(slots[0, span])
+            sources.append(main.detach().view(-1))
+            for slot, moment in enumerate(MOMENTS, start=1):
+                if moment in state:
+                    targets.append(slots[slot, span])
+                    sources.append(state[moment].detach().view(-1))
+                else:
+                    slots[slot, span].zero_()
+            if "step" in state:
+                step = float(state["step"])
+            position += piece.numel
+        torch._foreach_copy_(targets, sources)
+        flat[-1] = step or self._group_step()
+
+    @torch.no_grad()
+    def write(self, flat: torch.Tensor) -> None:
+        """Make ``flat`` (as given by ``read``) the state in use, and cast the masters into the parameters."""
+        slots = flat[:-1].view(len(SLOTS), -1)
+        step = float(flat[-1])
+        position = 0
+        for piece, inner, main in self._pieces():
+            span = slice(position, position + piece.numel)
+            main.view(-1).copy_(slots[0, span])
+            if step == 0:
+                inner.state.pop(main, None)
+            else:
+                self._write_state(inner, main, slots[:, span], step)
+            position += piece.numel
+        for optimizer in self._chained.chained_optimizers:
+            optimizer._copy_main_params_to_model_params()
+            for group in optimizer.optimizer.param_groups:
+                if "step" in group:  # fused optimizers count there
+                    group["step"] = int(step)
+
+    def _write_state(self, inner: Any, main: torch.Tensor, values: torch.Tensor, step: float) -> None:
+        state = inner.state[main]
+        for slot, moment in enumerate(MOMENTS, start=1):
+            if moment not in state:
+                state[moment] = torch.empty_like(main)
+            state[moment].view(-1).copy_(values[slot])
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            state["step"] = torch.tensor(step)
+
+    def _group_step(self) -> float:
+        groups = (g for o in self._chained.chained_optimizers for g in o.optimizer.param_groups)
+        return float(max((g.get("step") or 0 for g in groups), default=0))
+
+    def _pieces(self) -> Iterator[tuple[Piece, Any, torch.Tensor]]:
+        """(piece, inner optimizer, fp32 master of the piece), in the order of ``shard_layouts``."""
+        name_of = {param: name for name, param in named_parameters(self._model)}
+        for optimizer in self._chained.chained_optimizers:
+            found = []
+            for param, (gbuf, dtype, bucket) in optimizer.model_param_gbuf_map.items():
+                owned = optimizer._get_model_param_range_map(param)
+                group, order = optimizer.model_param_group_index_map[param]
+                main = optimizer.optimizer.param_groups[group]["params"][order]
+                piece = Piece(name=name_of[param], start=owned["param"].start, stop=owned["param"].end)
+                found.append((gbuf, bucket, owned["gbuf_world"].start, piece, main))
+            for *_, piece, main in sorted(found, key=lambda entry: entry[:3]):
+                yield piece, optimizer.optimizer, main
+
+
+class OptimizerFactory:
+    """Remembers how Megatron built each optimizer of the chain, to build it again for other groups.
+
+    ``get_megatron_optimizer`` itself gathers over the world, which workers of unchanged stages do not join.
+    """
+
+    def __init__(self, build: Callable[..., Any]) -> None:
+        self._build = build
+        self._signature = inspect.signature(build)
+        self._calls: list[dict[str, Any]] = []
+
+    def record(self, *args: Any, **kwargs: Any) -> Any:
+        """Build as Megatron asked, and keep the arguments (parameter lists copied: building overwrites them)."""
+        call = dict(self._signature.bind(*args, **kwargs).arguments)
+        self._calls.append({**call, "param_groups": _copy_groups(call["param_groups"])})
+        return self._build(**call)
+
+    def rebuild(self, model: Sequence[Any], chained: Any) -> None:
+        """Put new optimizers, empty of state, into the chain that everybody holds."""
+        fresh = []
+        for call, old in zip(self._calls, chained.chained_optimizers, strict=True):
+            new = self._build(**{**call, "param_groups": _copy_groups(call["param_groups"])})
+            _inherit(new, old)
+            fresh.append(new)
+        chained.chained_optimizers[:] = fresh
+
+
+def _copy_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**group, "params": list(group["params"])} for group in groups]
+
+
+def _inherit(new: Any, old: Any) -> None:
+    """Carry over what training set on the old optimizer: learning rates, weight decays, loss scale."""
+    for fresh, used in zip(new.optimizer.param_groups, old.optimizer.param_groups, strict=True):
+        fresh.update({key: value for key, value in used.items() if key != "params"})
+    if old.grad_scaler is not None:
+        new.grad_scaler = old.grad_scaler

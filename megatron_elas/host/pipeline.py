@@ -1,0 +1,174 @@
+"""Point-to-point transfers of the stock 1F1B schedule, routed by the plan.
+
+The schedule asks for "the next activation" and "the next gradient"; which worker that is follows from
+the micro-batch: stage ``s`` gets micro-batch ``g`` from the cell of stage ``s - 1`` that runs ``g``.
+
+# S sequence, B micro-batch, H hidden: activations and their gradients are (S, B, H).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_elas.planner.plan import share_items
+from megatron_elas.runtime.channels import PIPELINE
+from megatron_elas.runtime.store import as_bytes
+from megatron_elas.runtime.transport.base import Part, Transport
+from megatron_elas.spec.layout import Seat
+from megatron_elas.spec.plan import ElasticPlan
+
+Shape = tuple[int, ...]
+
+
+class Route:
+    """Which micro-batches this worker's cell runs in the pass under way, and who runs them elsewhere."""
+
+    def __init__(self, plan: ElasticPlan, worker: int) -> None:
+        self.worker = worker
+        self.adopt(plan)
+
+    def adopt(self, plan: ElasticPlan) -> None:
+        """Follow a new plan; the worker must have a seat in it."""
+        self.plan = plan
+        self.seat: Seat = plan.placement.seat(self.worker)
+        self.begin(plan.num_items)
+
+    def begin(self, num_items: int) -> Sequence[int]:
+        """Start a pass over ``num_items`` micro-batches of the whole batch; gives this cell's, in order.
+
+        A training step has the plan's number; an evaluation may have another and is dealt round.
+        """
+        stages = self.plan.placement.stages
+        self.num_items = num_items
+        if num_items == self.plan.num_items:
+            self._table = self.plan.items
+        else:
+            self._table = tuple(share_items(num_items, len(stage)) for stage in stages)
+        self._cell_of = [
+            {item: cell for cell, items in enumerate(stage_items) for item in items} for stage_items in self._table
+        ]
+        self.items = self._table[self.seat.stage][self.seat.cell]
+        return self.items
+
+    def host_of(self, stage: int, item: int) -> int:
+        """The worker of ``stage``, in this worker's lane, that runs ``item``."""
+        return self.plan.placement.stages[stage][self._cell_of[stage][item]].workers[self.seat.lane]
+
+    @property
+    def warmup(self) -> int:
+        """Forward passes before the first backward pass.
+
+        Stock 1F1B has one per later stage. A stage feeding a wider one needs more: each of the wider
+        stage's cells must get its first micro-batch before it is asked for a collective that all of them
+        join (the lazy parameter gather deadlocked here with stock warm-up).
+        """
+        stages = self.plan.placement.stages
+        later = stages[self.seat.stage + 1 :]
+        if not later:
+            return 0
+        widest = max(len(stage) for stage in later)
+        return len(later) * -(-widest // len(stages[self.seat.stage]))
+
+
+class RoutedPipeline:
+    """Stands in for Megatron's P2PCommunicator, method by method.
+
+    Sends are eager, so a worker that waits for an activation never keeps another from sending.
+    """
+
+    def __init__(self, config: Any, route: Route, transport: Transport) -> None:
+        self.config = config
+        self._route = route
+        self._transport = transport
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a pass: the next transfer of every kind is for the first micro-batch."""
+        self._forward_in = self._forward_out = self._backward_in = self._backward_out = 0
+
+    @property
+    def is_pp_first_stage(self) -> bool:
+        """Whether this worker feeds the pipeline."""
+        return self._route.seat.stage == 0
+
+    @property
+    def is_pp_last_stage(self) -> bool:
+        """Whether this worker computes the loss."""
+        return self._route.seat.stage == self._route.plan.placement.num_stages - 1
+
+    @property
+    def current_stage(self) -> int:
+        """Stage of this worker."""
+        return self._route.seat.stage
+
+    @property
+    def total_stages(self) -> int:
+        """What makes ``total_stages - current_stage - 1``, the schedule's warm-up, the route's warm-up."""
+        return self._route.seat.stage + 1 + self._route.warmup
+
+    def recv_forward(self, tensor_shapes: Sequence[Shape], is_first_stage: bool) -> list[torch.Tensor | None]:
+        """The next micro-batch's activation, (S, B, H); None on the first stage."""
+        if is_first_stage:
+            return [None]
+        item = self._route.items[self._forward_in]
+        self._forward_in += 1
+        return [self._receive(tensor_shapes, self._route.seat.stage - 1, item, 0)]
+
+    def recv_backward(self, tensor_shapes: Sequence[Shape], is_last_stage: bool) -> list[torch.Tensor | None]:
+        """The gradient of the oldest output not yet differentiated, (S, B, H); None on the last stage."""
+        if is_last_stage:
+            return [None]
+        item = self._route.items[self._backward_in]
+        self._backward_in += 1
+        return [self._receive(tensor_shapes, self._route.seat.stage + 1, item, 1)]
+
+    def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
+        """Pass an output on to the next stage."""
+        if not is_last_stage:
+            item = self._route.items[self._forward_out]
+            self._forward_out += 1
+            self._send(output_tensors, self._route.seat.stage + 1, item, 0)
+
+    def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
+        """Pass an input's gradient back to the stage it came from."""
+        if not is_first_stage:
+            item = self._route.items[self._backward_out]
+            self._backward_out += 1
+            self._send(input_tensor_grads, self._route.seat.stage - 1, item, 1)
+
+    def send_forward_recv_backward(
+        self, output_tensors: Any, tensor_shapes: Sequence[Shape], is_last_stage: bool
+    ) -> list[torch.Tensor | None]:
+        """``send_forward``, then ``recv_backward``."""
+        self.send_forward(output_tensors, is_last_stage)
+        return self.recv_backward(tensor_shapes, is_last_stage)
+
+    def send_backward_recv_forward(
+        self, input_tensor_grads: Any, tensor_shapes: Sequence[Shape], is_first_stage: bool
+    ) -> list[torch.Tensor | None]:
+        """``send_backward``, then ``recv_forward``."""
+        self.send_backward(input_tensor_grads, is_first_stage)
+        return self.recv_forward(tensor_shapes, is_first_stage)
+
+    def _receive(self, tensor_shapes: Sequence[Shape], stage: int, item: int, backward: int) -> torch.Tensor:
+        tensor = torch.empty(tuple(tensor_shapes[0]), dtype=self.config.pipeline_dtype)
+        part = Part(self._route.host_of(stage, item), _bytes_of(tensor))
+        self._transport.exchange(PIPELINE, _tag(item, backward), (), (part,))
+        return tensor.requires_grad_()
+
+    def _send(self, tensors: Any, stage: int, item: int, backward: int) -> None:
+        tensor = tensors[0] if isinstance(tensors, list) else tensors
+        part = Part(self._route.host_of(stage, item), _bytes_of(tensor.detach().contiguous()))
+        self._transport.post(PIPELINE, _tag(item, backward), part)
+
+
+def _tag(item: int, backward: int) -> int:
+    return (2 * item + backward) & 0xFFFF
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Bytes of a contiguous CPU tensor of any dtype (a view)."""
+    return as_bytes(tensor.view(-1).view(torch.uint8))

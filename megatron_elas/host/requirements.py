@@ -1,0 +1,67 @@
+"""What an elastic run needs of Megatron's arguments, said before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_elas.platform.detect import PlatformName
+from megatron_elas.spec.errors import BadUsage
+from megatron_elas.spec.job import JobSpec
+
+
+def check_elastic_arguments(args: Any, platform: PlatformName) -> None:
+    """Refuse what elasticity does not cover yet.
+
+    Raises:
+        BadUsage: One sentence: flag, value, remedy.
+    """
+    if platform != "cpu":
+        raise BadUsage(
+            f"--elastic runs on the cpu platform only in this release (this machine has '{platform}'): the NCCL and "
+            f"HCCL process groups come next; leave --elastic out to train as usual"
+        )
+    pipeline = args.pipeline_model_parallel_size
+    required = {"--use-distributed-optimizer": args.use_distributed_optimizer}
+    for flag, given in required.items():
+        if not given:
+            raise BadUsage(f"--elastic needs {flag}: optimizer state is moved as its shards")
+    refused = {
+        f"--context-parallel-size {args.context_parallel_size}": args.context_parallel_size > 1,
+        f"--expert-model-parallel-size {args.expert_model_parallel_size}": args.expert_model_parallel_size > 1,
+        "--num-experts": args.num_experts is not None,
+        "virtual pipeline stages": args.virtual_pipeline_model_parallel_size is not None,
+        "--rampup-batch-size": args.rampup_batch_size is not None,
+        "--use-megatron-fsdp": args.use_megatron_fsdp,
+        "--use-torch-fsdp2": args.use_torch_fsdp2,
+        f"--num-distributed-optimizer-instances {args.num_distributed_optimizer_instances}": (
+            args.num_distributed_optimizer_instances > 1
+        ),
+        f"--dataloader-type {args.dataloader_type}": args.dataloader_type != "single",
+        "--fp16": args.fp16,
+        f"--optimizer {args.optimizer}": args.optimizer != "adam",
+        "--optimizer-cpu-offload": args.optimizer_cpu_offload,
+        "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,
+        "--async-save": args.async_save,
+        "--phase-transition-iterations": args.phase_transition_iterations is not None,
+        "--iterations-to-skip": bool(args.iterations_to_skip),
+        "--ddp-average-in-collective": args.ddp_average_in_collective,
+        "--use-tp-pp-dp-mapping": args.use_tp_pp_dp_mapping,
+        "--calculate-per-token-loss with pipeline stages": args.calculate_per_token_loss and pipeline > 1,
+        "tied embeddings with pipeline stages (give --untie-embeddings-and-output-weights)": (
+            not args.untie_embeddings_and_output_weights and pipeline > 1
+        ),
+    }
+    for what, given in refused.items():
+        if given:
+            raise BadUsage(f"--elastic does not cover {what} yet: leave one of them out")
+
+
+def describe_job(args: Any) -> JobSpec:
+    """The job that Megatron's validated arguments describe."""
+    return JobSpec(
+        tensor_parallel=args.tensor_model_parallel_size,
+        pipeline_parallel=args.pipeline_model_parallel_size,
+        data_parallel=args.data_parallel_size,
+        micro_batch_size=args.micro_batch_size,
+        num_microbatches=args.global_batch_size // args.micro_batch_size,
+    )

@@ -1,0 +1,175 @@
+"""Megatron as the runtime's host: one worker's model, optimizer, schedules and counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.training import get_args, get_timers
+
+from megatron_elas.host.groups import edit_groups, write_globals
+from megatron_elas.host.model import clear_communication, fit_buffers, hash_parameters, named_parameters, sum_gradients
+from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess, shard_layouts
+from megatron_elas.host.pipeline import Route, RoutedPipeline
+from megatron_elas.runtime.communicator.communicator import Communicator
+from megatron_elas.runtime.ports import StateDigest
+from megatron_elas.spec.errors import StateInvalid
+from megatron_elas.spec.layout import Placement
+from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.shards import ShardLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """The start of a step, without tensors of the model."""
+
+    step: int
+    scheduler_steps: int
+    """Samples that the learning-rate schedule has seen."""
+    rerun_iteration: int
+    cpu_rng: torch.Tensor
+    device_rng: dict[str, Any]
+
+
+class MegatronHost:
+    """Implements ``runtime.ports.Host`` over the objects that Megatron's training loop holds.
+
+    The loop keeps references to all of them, so they are changed in place and never exchanged.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: int,
+        initial: Placement,
+        communicator: Communicator,
+        route: Route,
+        pipeline: RoutedPipeline,
+        factory: OptimizerFactory,
+        model: Sequence[Any],
+        optimizer: Any,
+        scheduler: Any,
+        train_loader: Callable[[], Any | None],
+        first_step: int,
+    ) -> None:
+        self._worker = worker
+        self._initial = initial
+        self._communicator = communicator
+        self._route = route
+        self._pipeline = pipeline
+        self._factory = factory
+        self._model = model
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._train_loader = train_loader
+        self._first_step = first_step
+        self._first_samples = int(get_args().consumed_train_samples)
+        self._step = first_step
+        self._realign = True
+        self._access = ShardAccess(model, optimizer)
+        sum_gradients(model)
+
+    def consumed_samples(self, step: int) -> int:
+        """Samples of all steps before ``step``."""
+        return self._first_samples + (step - self._first_step) * int(get_args().global_batch_size)
+
+    def begin_step(self, step: int, data_iterator: Any) -> None:
+        """Bring the data to the start of the step. Called before every run of a step."""
+        loader = self._train_loader()
+        if loader is not None and self._realign:
+            loader.seek(self.consumed_samples(step))
+            data_iterator.advance()
+        self._realign = False
+        self._step = step
+
+    def end_step(self) -> None:
+        """The step has run; the next one begins where it ended."""
+        self._step += 1
+
+    def check_counters(self, step: int) -> None:
+        """Compare Megatron's own count of samples with the one this project derives from the step number.
+
+        Raises:
+            StateInvalid: They differ, so samples would be lost or doubled.
+        """
+        counted = int(get_args().consumed_train_samples)
+        if counted != self.consumed_samples(step):
+            raise StateInvalid(
+                f"before step {step} Megatron has counted {counted} samples, expected {self.consumed_samples(step)}: "
+                f"samples would be lost or doubled"
+            )
+
+    # ------------------------------------------------------------ runtime.ports.Host
+
+    def shard_layouts(self, members: Sequence[int]) -> dict[int, ShardLayout]:
+        """See Host."""
+        return shard_layouts(self._model, members)
+
+    def read_shard(self, flat: torch.Tensor) -> None:
+        """See Host."""
+        self._access.read(flat)
+
+    def write_shard(self, flat: torch.Tensor) -> None:
+        """See Host."""
+        self._access.write(flat)
+
+    def edit_groups(self, plan: ElasticPlan) -> None:
+        """See Host."""
+        edit_groups(self._communicator.groups, self._initial, plan.placement, self._worker)
+        self._communicator.renumber({worker: rank for rank, worker in enumerate(plan.placement.workers)})
+        write_globals(plan, self._worker)
+        self._route.adopt(plan)
+        self._pipeline.reset()
+        self._realign = True
+
+    def rebuild(self) -> None:
+        """See Host."""
+        fit_buffers(self._model)
+        self._factory.rebuild(self._model, self._optimizer)
+
+    def clear_step(self) -> None:
+        """See Host."""
+        clear_communication(self._model)
+        for name, timer in get_timers()._timers.items():
+            if name != "interval-time" and getattr(timer, "_started", False):
+                timer._started = False
+        get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
+
+    def sync_parameters(self) -> None:
+        """See Host."""
+        for ddp in self._model:
+            ddp.start_param_sync(force_sync=True)
+
+    def capture(self) -> Captured:
+        """See Host."""
+        return Captured(
+            step=self._step,
+            scheduler_steps=self._scheduler.num_steps,
+            rerun_iteration=get_rerun_state_machine().current_iteration,
+            cpu_rng=torch.get_rng_state(),
+            device_rng=dict(get_cuda_rng_tracker().get_states()),
+        )
+
+    def rewind(self, captured: object) -> None:
+        """See Host."""
+        assert isinstance(captured, Captured)
+        self._step = captured.step
+        self._scheduler.num_steps = captured.scheduler_steps
+        self._scheduler.step(0)
+        get_rerun_state_machine().current_iteration = captured.rerun_iteration
+        torch.set_rng_state(captured.cpu_rng)
+        get_cuda_rng_tracker().set_states(captured.device_rng)
+        self._realign = True
+
+    def digest(self) -> StateDigest:
+        """See Host."""
+        return StateDigest(
+            parameter_hash=hash_parameters(self._model),
+            owned_numel=self._access.layout().numel,
+            total_numel=sum(param.numel() for _, param in named_parameters(self._model)),
+            consumed_samples=self.consumed_samples(self._step),
+        )

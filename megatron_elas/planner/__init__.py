@@ -1,0 +1,1 @@
+"""Pure planning: values in, a plan out. No torch."""

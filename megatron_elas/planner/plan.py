@@ -1,0 +1,71 @@
+"""From survivors to a plan: whole micro-batches rerouted, backups placed anew.
+
+Pure: the same inputs give the same plan on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from megatron_elas.planner.backups import place_backups
+from megatron_elas.spec.errors import NoFeasiblePlan
+from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.layout import Placement
+from megatron_elas.spec.plan import ElasticPlan
+
+
+def initial_plan(job: JobSpec, domains: Mapping[int, str]) -> ElasticPlan:
+    """The plan of epoch 0: Megatron's own grid.
+
+    Args:
+        job: What all workers said when they joined.
+        domains: Failure domain of each worker.
+    """
+    return _plan(job, Placement.initial(job), 0, domains)
+
+
+def replan(
+    job: JobSpec, old: ElasticPlan, lost: Collection[int], epoch: int, domains: Mapping[int, str]
+) -> ElasticPlan:
+    """The plan without ``lost``: their cells dissolve, other cells of the stage take the micro-batches over.
+
+    Layers stay where they are, so a stage must keep at least one cell.
+
+    Raises:
+        NoFeasiblePlan: A stage lost all its cells.
+    """
+    placement = old.placement.without(lost)
+    for stage, cells in enumerate(placement.stages):
+        if not cells:
+            raise NoFeasiblePlan(
+                f"epoch {epoch}: stage {stage} lost all its cells (workers lost: {sorted(lost)}; before: "
+                f"{old.placement.describe()}). Its layers have no live holder: restart from the newest checkpoint "
+                f"with --load, or run with more data-parallel rows"
+            )
+    return _plan(job, placement, epoch, domains)
+
+
+def _plan(job: JobSpec, placement: Placement, epoch: int, domains: Mapping[int, str]) -> ElasticPlan:
+    return ElasticPlan(
+        epoch=epoch,
+        placement=placement,
+        items=tuple(share_items(job.num_microbatches, len(stage)) for stage in placement.stages),
+        backups=place_backups(placement, domains),
+    )
+
+
+def share_items(num_items: int, num_cells: int) -> tuple[tuple[int, ...], ...]:
+    """Deal a step's micro-batches round to the cells of one stage.
+
+    With the original number of cells this is Megatron's sampler: ``g = m * D + d`` goes to row ``d``.
+
+    Returns:
+        One ascending tuple per cell. Sizes differ by at most one; together each of
+        ``range(num_items)`` once. Example: 8 over 3 gives (0, 3, 6), (1, 4, 7), (2, 5).
+
+    Raises:
+        NoFeasiblePlan: Fewer micro-batches than cells.
+    """
+    if num_items < num_cells:
+        raise NoFeasiblePlan(f"{num_items} micro-batches cannot feed {num_cells} cells")
+    return tuple(tuple(range(cell, num_items, num_cells)) for cell in range(num_cells))

@@ -1,0 +1,65 @@
+"""Where the survivors go on: the newest state that exists completely."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_elas.spec.errors import StateInvalid
+from megatron_elas.spec.plan import ElasticPlan, Settlement
+from megatron_elas.spec.report import Holding, SettleReport
+
+
+def settle(reports: Sequence[SettleReport], plans: Mapping[int, ElasticPlan]) -> Settlement:
+    """Pick the newest version that every survivor and every lost worker's backup holds.
+
+    Layouts are tried from the newest that all survivors hold: after a second fault during a
+    recovery some may already have the new layout while others only have the old one.
+
+    Args:
+        reports: One per survivor (spares included), all of the same epoch.
+        plans: Every plan that a report mentions, by epoch.
+
+    Raises:
+        StateInvalid: No version is complete; the text names what is missing.
+    """
+    layouts = [{holding.epoch: holding for holding in report.holdings} for report in reports]
+    shared = set(layouts[0]).intersection(*layouts[1:])
+    reasons = []
+    for epoch in sorted(shared, reverse=True):
+        holdings = {report.worker: layout[epoch] for report, layout in zip(reports, layouts, strict=True)}
+        version, reason = _newest_complete(holdings, plans[epoch])
+        if version is not None:
+            lead = max(report.step for report in reports)
+            return Settlement(base_epoch=epoch, resume_step=version, lead_step=lead)
+        reasons.append(f"layout of epoch {epoch}: {reason}")
+    if not shared:
+        seen = {report.worker: sorted(layout) for report, layout in zip(reports, layouts, strict=True)}
+        reasons.append(f"survivors share no layout (epochs held by worker: {seen})")
+    raise StateInvalid(
+        f"no step's state is whole on the survivors: {'; '.join(reasons)}. "
+        f"Restart from the newest checkpoint with --load"
+    )
+
+
+def _newest_complete(holdings: Mapping[int, Holding], plan: ElasticPlan) -> tuple[int | None, str]:
+    """The newest version everybody has under this layout, or None and why not."""
+    held: dict[str, set[int]] = {}
+    for worker in plan.placement.workers:
+        if worker in holdings:
+            held[f"worker {worker}"] = _versions(holdings[worker])
+        else:
+            copies = (set(holding.wards.get(worker, ())) for holding in holdings.values())
+            backup = plan.backup_of(worker)
+            where = f"at its backup, worker {backup}" if backup is not None else "which has no backup"
+            held[f"the shard of worker {worker} ({where})"] = set().union(*copies)
+    common = set.intersection(*held.values())
+    if common:
+        return max(common), ""
+    return None, ", ".join(f"{name} has versions {sorted(versions)}" for name, versions in held.items())
+
+
+def _versions(holding: Holding) -> set[int]:
+    versions = set(holding.kept)
+    if holding.live is not None:
+        versions.add(holding.live)
+    return versions

@@ -1,0 +1,1 @@
+"""Device platforms. platform/cpu lets Megatron train without an accelerator."""

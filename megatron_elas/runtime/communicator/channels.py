@@ -1,0 +1,36 @@
+"""Numbers of the channels that a process uses, equal on all its peers without talking.
+
+======================== =====================================================
+range                    use
+======================== =====================================================
+0 ... 2^31 - 1           collectives of a group that c10d numbered
+2^31 ... 2^32 - 1        collectives of a group that c10d named by a hash
+2^32 ... 2^33 - 1        point-to-point of the group whose channel is 2^32 less
+2^40 and up              free for other users of the transport
+======================== =====================================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+POINT_TO_POINT = 1 << 32
+"""Added to a group's channel for its sends and receives, so that they cannot mix with its collectives."""
+
+FIRST_FREE = 1 << 40
+"""Channels of snapshots, migration and the like start here."""
+
+_HASHED = 1 << 31
+
+
+def channel_of(group_name: str) -> int:
+    """The channel of a group, from the name that c10d gives it.
+
+    c10d counts groups (``"0"`` is the default one), also on processes that are not members, so the same group has the
+    same name everywhere as long as all processes create groups in the same order. Groups made with
+    ``use_local_synchronization`` are named by a hash of their ranks.
+    """
+    if group_name.isdecimal() and int(group_name) < _HASHED:
+        return int(group_name)
+    digest = hashlib.sha256(group_name.encode()).digest()
+    return _HASHED | int.from_bytes(digest[:4], "little") >> 1

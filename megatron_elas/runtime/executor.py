@@ -1,0 +1,227 @@
+"""Carries out a plan on one worker: edit groups, restore, rebuild, verify.
+
+It decides nothing. Each step may be cut short by a further membership change (EpochChanged); the
+layout the state was found in stays whole until a step is committed under the new one, so the next
+recovery starts from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_elas.spec.moves import plan_moves
+from megatron_elas.runtime.migration import apply_moves
+from megatron_elas.runtime.ports import Control, FaultPoint, Host, Order
+from megatron_elas.runtime.replicator import Replicator
+from megatron_elas.runtime.state import WorkerState
+from megatron_elas.runtime.store import ShardStore
+from megatron_elas.runtime.transport.base import Transport
+from megatron_elas.spec.errors import EpochChanged, StateInvalid
+from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.report import RecoveryReport
+
+FIELDS = ("stage", "lane", "resume step", "consumed samples", "parameter hash", "owned elements", "total elements")
+
+
+def make_store(host: Host, plan: ElasticPlan, worker: int) -> ShardStore:
+    """Empty copies for a seated worker's own shard and its wards' under the plan."""
+    seat = plan.placement.seat(worker)
+    layouts = host.shard_layouts(plan.placement.replicas(seat.stage, seat.lane))
+    return ShardStore(
+        layout=layouts[worker],
+        backup=plan.backup_of(worker),
+        wards={ward: layouts[ward] for ward in plan.wards_of(worker)},
+    )
+
+
+class Executor:
+    """Applies orders to a worker's state."""
+
+    def __init__(
+        self,
+        state: WorkerState,
+        host: Host,
+        transport: Transport,
+        replicator: Replicator,
+        control: Control,
+        strike: FaultPoint,
+    ) -> None:
+        self.lead_step = 0
+        """The furthest step any survivor's loop was in at the last recovery."""
+        self._state = state
+        self._host = host
+        self._transport = transport
+        self._replicator = replicator
+        self._control = control
+        self._strike = strike
+        self._known = set(state.plan.placement.workers)
+
+    def apply(self, order: Order) -> RecoveryReport:
+        """Take the state to ``order.settlement.resume_step`` under ``order.plan``.
+
+        Returns:
+            Marks of the phases done here and the bytes sent.
+
+        Raises:
+            EpochChanged: Another change struck meanwhile.
+            StateInvalid: A check failed.
+        """
+        state, plan, settlement = self._state, order.plan, order.settlement
+        marks: dict[str, float] = {"settle": time.time()}
+        alive = {*plan.placement.workers, *plan.placement.spares}
+        self._transport.set_addresses(order.addresses)
+        self._transport.adopt(plan.epoch, lost=self._known - alive)
+        self._known &= alive
+        if self._control.latest_epoch > plan.epoch:  # announced before adopt(), so its cancel was undone
+            raise EpochChanged(f"epoch {self._control.latest_epoch} was announced before epoch {plan.epoch} began")
+        self.lead_step = settlement.lead_step
+        base_plan, base = state.stores[settlement.base_epoch]
+        for epoch in [e for e in state.stores if e > settlement.base_epoch]:
+            del state.stores[epoch]
+        state.plan = plan
+        if plan.placement.find_seat(state.worker) is not None:
+            self._host.edit_groups(plan)
+            self._host.clear_step()
+        marks["groups"] = time.time()
+
+        self._strike(settlement.resume_step, "recovery", None)
+        store, moved_bytes = self._restore(base_plan, base, plan, settlement.resume_step, alive)
+        marks["restore"] = time.time()
+        if store is None:
+            state.stores[plan.epoch] = (plan, None)
+            state.live = None
+            return RecoveryReport(
+                worker=state.worker, epoch=plan.epoch, resume_step=settlement.resume_step, marks_s=marks,
+                moved_bytes=moved_bytes,
+            )  # fmt: skip
+        self._rebuild(plan, store, settlement.resume_step)
+        marks["rebuild"] = time.time()
+        self._replicator.start(store, settlement.resume_step)
+        self._replicator.wait()
+        self._verify(plan, settlement.resume_step)
+        state.stores[plan.epoch] = (plan, store)
+        state.live = settlement.resume_step
+        marks["verify"] = time.time()
+        return RecoveryReport(
+            worker=state.worker, epoch=plan.epoch, resume_step=settlement.resume_step, marks_s=marks,
+            moved_bytes=moved_bytes,
+        )  # fmt: skip
+
+    def _restore(
+        self, base_plan: ElasticPlan, base: ShardStore | None, plan: ElasticPlan, version: int, alive: set[int]
+    ) -> tuple[ShardStore | None, int]:
+        """This worker's copies under the new plan, own shard complete; bytes sent to others."""
+        state, host = self._state, self._host
+        if base is None:  # was a spare already, holds nothing
+            return None, 0
+        if version not in base.own.held:
+            assert state.live == version, f"worker {state.worker} reported version {version} but has {state.live}"
+            host.read_shard(base.own.begin(version))
+            base.own.complete(version)
+        base.forget_after(version)
+        seat = base_plan.placement.seat(state.worker)
+        old_members = base_plan.placement.replicas(seat.stage, seat.lane)
+        new_members = plan.placement.replicas(seat.stage, seat.lane)
+        if old_members == new_members:
+            return base, 0
+        old_layouts = host.shard_layouts(old_members)
+        new_layouts = host.shard_layouts(new_members)
+        holders = {owner: owner if owner in alive else _backup(base_plan, owner) for owner in old_members}
+        moves = plan_moves(old_layouts, new_layouts, holders)
+        sources = {
+            owner: base.copy_of(owner, state.worker).get(version)
+            for owner, holder in holders.items()
+            if holder == state.worker
+        }
+        store = None
+        target = None
+        if state.worker in new_members:
+            store = make_store(host, plan, state.worker)
+            target = store.own.begin(version)
+            target[-1] = base.own.get(version)[-1]
+        moved_bytes = apply_moves(moves, state.worker, sources, target, self._transport)
+        if store is not None:
+            store.own.complete(version)
+        return store, moved_bytes
+
+    def _rebuild(self, plan: ElasticPlan, store: ShardStore, version: int) -> None:
+        """Make the restored shard the one in use, on buffers and an optimizer that fit the groups."""
+        state, host = self._state, self._host
+        seat = plan.placement.seat(state.worker)
+        members = plan.placement.replicas(seat.stage, seat.lane)
+        stale = state.live != version
+        state.live = None
+        if state.fitted != members:
+            state.fitted = ()
+            host.rebuild()
+            state.fitted = members
+            stale = True
+        if stale:
+            host.write_shard(store.own.get(version))
+        host.sync_parameters()
+        if version in state.captures:  # not there on a worker that had not yet entered that step
+            host.rewind(state.captures[version])
+
+    def _verify(self, plan: ElasticPlan, version: int) -> None:
+        """Compare what must be equal across workers. Every seated worker calls it; it is also the barrier
+        after which the new layout counts.
+
+        Raises:
+            StateInvalid: Replicas differ, a counter differs, or owned elements do not add up.
+        """
+        seat = plan.placement.seat(self._state.worker)
+        digest = self._host.digest()
+        mine = torch.tensor(
+            [
+                seat.stage, seat.lane, version, digest.consumed_samples, digest.parameter_hash,
+                digest.owned_numel, digest.total_numel,
+            ],
+            dtype=torch.int64,
+        )  # fmt: skip
+        rows = torch.empty(len(plan.placement.workers) * len(mine), dtype=torch.int64)
+        dist.all_gather_into_tensor(rows, mine)
+        check_digests(plan, rows.view(-1, len(mine)).tolist())
+
+
+def _backup(plan: ElasticPlan, owner: int) -> int:
+    backup = plan.backup_of(owner)
+    assert backup is not None, f"worker {owner} is lost and had no backup; the controller should not have settled"
+    return backup
+
+
+def check_digests(plan: ElasticPlan, rows: Sequence[Sequence[int]]) -> None:
+    """Raise StateInvalid when workers disagree.
+
+    Args:
+        plan: The plan in force.
+        rows: One per seated worker by ascending worker id, the columns of FIELDS.
+    """
+    by_worker = dict(zip(plan.placement.workers, rows, strict=True))
+    first_worker, first = next(iter(by_worker.items()))
+    for worker, row in by_worker.items():
+        for column in (2, 3):
+            if row[column] != first[column]:
+                raise StateInvalid(
+                    f"epoch {plan.epoch}: worker {worker} is at {FIELDS[column]} {row[column]}, worker {first_worker} at "
+                    f"{first[column]}: training cannot go on. Restart from the newest checkpoint with --load"
+                )
+    for stage in range(plan.placement.num_stages):
+        for lane in range(plan.placement.tensor_parallel):
+            members = plan.placement.replicas(stage, lane)
+            hashes = {worker: by_worker[worker][4] for worker in members}
+            if len(set(hashes.values())) > 1:
+                raise StateInvalid(
+                    f"epoch {plan.epoch}: the parameters of stage {stage} lane {lane} differ between replicas "
+                    f"(hashes {hashes}): training cannot go on. Restart from the newest checkpoint with --load"
+                )
+            owned = sum(by_worker[worker][5] for worker in members)
+            total = by_worker[members[0]][6]
+            if owned != total:
+                raise StateInvalid(
+                    f"epoch {plan.epoch}: workers {list(members)} own the optimizer state of {owned} elements of stage "
+                    f"{stage} lane {lane}, the stage has {total}. Restart from the newest checkpoint with --load"
+                )

@@ -1,0 +1,140 @@
+"""What the runtime asks of its surroundings. Each Protocol is the whole of that surface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_elas.spec.events import WorkerLost
+from megatron_elas.spec.plan import ElasticPlan, Settlement
+from megatron_elas.spec.report import RecoveryReport, SettleReport
+from megatron_elas.spec.shards import ShardLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateDigest:
+    """What replicas must agree on before training goes on."""
+
+    parameter_hash: int
+    """63 bits over every parameter of this worker's stage and lane, bit for bit."""
+    owned_numel: int
+    """Parameter elements whose optimizer state this worker owns."""
+    total_numel: int
+    """Parameter elements of the stage and lane."""
+    consumed_samples: int
+    """Samples of all steps before the one that is run next."""
+
+
+class Host(Protocol):
+    """The training framework, as seen by one worker. Called on the main thread at a step boundary."""
+
+    def shard_layouts(self, members: Sequence[int]) -> dict[int, ShardLayout]:
+        """Who would own what of this worker's stage and lane if ``members``, in this order, shared it."""
+
+    def read_shard(self, flat: torch.Tensor) -> None:
+        """Copy the optimizer shard in use into ``flat`` (fp32, ``ShardLayout.flat_numel`` elements)."""
+
+    def write_shard(self, flat: torch.Tensor) -> None:
+        """Make ``flat`` the optimizer shard in use, and cast it into this worker's slice of the parameters."""
+
+    def edit_groups(self, plan: ElasticPlan) -> None:
+        """Rewrite every group, rank and list of ranks to the plan's placement."""
+
+    def rebuild(self) -> None:
+        """Fit parameter buffers and optimizer to the edited groups. The shard's contents are undefined after."""
+
+    def clear_step(self) -> None:
+        """Forget what a cancelled step left behind in buffers, handles and timers."""
+
+    def sync_parameters(self) -> None:
+        """All-gather the parameters of the stage from their owners' slices."""
+
+    def capture(self) -> object:
+        """What ``rewind`` needs to run the step that begins now again: schedules and counters, no tensors."""
+
+    def rewind(self, captured: object) -> None:
+        """Go back to the start of the step at which ``captured`` was taken: data, learning rate, counters."""
+
+    def digest(self) -> StateDigest:
+        """The state as it is now."""
+
+
+class Announcement(Protocol):
+    """A membership ended."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that begins."""
+
+    @property
+    def lost(self) -> Sequence[WorkerLost]:
+        """Who is gone."""
+
+
+class Order(Protocol):
+    """How to go on."""
+
+    @property
+    def plan(self) -> ElasticPlan:
+        """The new plan."""
+
+    @property
+    def settlement(self) -> Settlement:
+        """From which state."""
+
+    @property
+    def addresses(self) -> Mapping[int, str]:
+        """Where everybody is."""
+
+
+class Control(Protocol):
+    """This worker's line to the controller."""
+
+    def progress(self, epoch: int, step: int) -> None:
+        """What heartbeats say from now on."""
+
+    def peer_unreachable(self, epoch: int, peer: int, detail: str) -> None:
+        """A link broke while in use."""
+
+    @property
+    def latest_epoch(self) -> int:
+        """Newest epoch announced so far. Set before the announcement cancels communication."""
+
+    def wait_quiesce(self, newer_than: int, *, idle: bool = False) -> Announcement:
+        """Block until an epoch newer than ``newer_than`` is announced; the latest one. ``idle``: however long."""
+
+    def settled(self, report: SettleReport) -> None:
+        """Report the position at the step boundary."""
+
+    def wait_recover(self, epoch: int) -> Order:
+        """Block until the order for ``epoch``. Raises EpochChanged when a newer epoch is announced."""
+
+    def recovered(self, report: RecoveryReport) -> None:
+        """Report the first step finished after a recovery."""
+
+    def finished(self) -> None:
+        """Training has reached its end."""
+
+
+class Groups(Protocol):
+    """The process groups of this worker, all together (see communicator.Communicator)."""
+
+    muted: bool
+    tolerant: bool
+
+    @property
+    def pending_error(self) -> Exception | None:
+        """First error that was passed over while ``tolerant``."""
+
+    def clear_pending(self) -> None:
+        """Forget it."""
+
+    def drain(self) -> None:
+        """Wait until no operation is in flight."""
+
+
+FaultPoint = Callable[[int, str, int | None], None]
+"""Called with (step, phase, micro-batch) at every point where a fault script may strike."""

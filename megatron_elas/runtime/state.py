@@ -1,0 +1,50 @@
+"""What one worker holds of the job's state, and under which layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_elas.runtime.store import ShardStore
+from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.report import Holding
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """Mutable; owned by the session, changed by the executor during a recovery."""
+
+    worker: int
+    plan: ElasticPlan
+    """The plan in force."""
+    live: int | None
+    """Version of the parameters and the optimizer in use; None while they are being changed."""
+    fitted: tuple[int, ...]
+    """The replicas that parameter buffers and optimizer are built for; empty while being rebuilt."""
+    stores: dict[int, tuple[ElasticPlan, ShardStore | None]] = field(default_factory=dict)
+    """By epoch, newest last: a plan and the copies in its layout (None for a spare)."""
+    captures: dict[int, object] = field(default_factory=dict)
+    """By version: what the host needs to rewind to it."""
+
+    @property
+    def store(self) -> ShardStore:
+        """Copies under the plan in force. Raises for a spare."""
+        store = self.stores[self.plan.epoch][1]
+        assert store is not None, f"worker {self.worker} is a spare in epoch {self.plan.epoch}"
+        return store
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """Newest layout first. Only the newest complete layout can be the one in use."""
+        result = []
+        for epoch in sorted(self.stores, reverse=True):
+            store = self.stores[epoch][1]
+            if store is None:
+                result.append(Holding(epoch=epoch, live=None, kept=(), wards={}))
+            else:
+                live = self.live if epoch == max(self.stores) else None
+                result.append(store.holding(epoch, live))
+        return tuple(result)
+
+    def retire_old_layouts(self) -> None:
+        """A step was committed under the plan in force: older layouts are of no use any more."""
+        for epoch in [e for e in self.stores if e < self.plan.epoch]:
+            del self.stores[epoch]

@@ -1,0 +1,82 @@
+"""What a transport gives: epoch-framed, cancellable links from this worker to its peers.
+
+One link per (peer, channel), dialled on first use from the address list, kept until the peer is
+lost. Every frame carries the epoch and a tag. Frames of an older epoch are dropped by the
+receiver; a frame of a newer epoch ends the waiting operation with ``EpochChanged``.
+After ``cancel`` every operation, in flight or new, on any thread, raises ``EpochChanged`` until
+``adopt``. Links to living peers stay usable across any number of cancels, also when one was cut
+in the middle of a frame.
+
+No buffer is read or written after the call that was given it has returned or raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+
+class Part(NamedTuple):
+    """One directed transfer: ``buffer`` (C-contiguous bytes) to or from ``peer``. May be empty."""
+
+    peer: int
+    buffer: memoryview
+
+
+class Transport(Protocol):
+    """The whole surface that the communicator, the snapshots and the migration use."""
+
+    @property
+    def worker(self) -> int:
+        """Own worker id."""
+
+    @property
+    def address(self) -> str:
+        """Where peers dial this worker."""
+
+    @property
+    def epoch(self) -> int:
+        """Epoch that frames carry now."""
+
+    def set_addresses(self, addresses: Mapping[int, str]) -> None:
+        """Say where peers are. Called before first use and with every new epoch."""
+
+    def exchange(self, channel: int, tag: int, sends: Sequence[Part], receives: Sequence[Part]) -> None:
+        """Run all transfers at once, full duplex, and return when every one is done.
+
+        Several parts for one peer are sent and filled in the order given. Blocks the calling
+        thread without holding the GIL while it waits.
+
+        Raises:
+            EpochChanged: Cancelled, or a frame of a newer epoch arrived.
+            PeerLost: A link broke or could not be dialled.
+            ProtocolError: A frame of this epoch had another tag or length than expected.
+        """
+
+    def post(self, channel: int, tag: int, part: Part) -> None:
+        """Send eagerly: never waits for the peer to receive.
+
+        The bytes are taken before the call returns: what the socket does not take at once is
+        copied and sent by a thread of the transport, in order with later posts of the link.
+        Raises as ``exchange``.
+        """
+
+    def cancel(self) -> None:
+        """End every operation now; thread-safe, returns at once, may be called again."""
+
+    @property
+    def cancelled(self) -> bool:
+        """True between ``cancel`` and ``adopt``."""
+
+    def adopt(self, epoch: int, *, lost: Collection[int]) -> None:
+        """Enter a new epoch: close the links to ``lost``, forget unsent posts, accept operations.
+
+        Called when no operation is in flight any more.
+        """
+
+    def close(self) -> None:
+        """Close links and listener, remove the socket file, end threads."""
+
+
+class ProtocolError(RuntimeError):
+    """Peers disagree about what is being sent: two operations were mixed up. A bug of the caller."""

@@ -1,0 +1,401 @@
+"""The transport in pure Python over non-blocking stream sockets; ``frame`` has the wire format.
+
+Who dials: of two workers the one with the higher id dials the link. The lower one knocks (connects, says for which
+channel, hangs up) and the higher one's listener thread dials back, so neither waits for the other's main thread and
+two links for one channel cannot arise.
+
+Ending: ``cancel`` makes ``_wake`` readable, on which every wait polls. The first operation that fails in an epoch
+poisons the transport: no later one may send frames, or peers would read them as answers to another operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from megatron_elas.runtime.transport.base import Part, ProtocolError
+from megatron_elas.runtime.transport.dial import DialStopped, dial
+from megatron_elas.runtime.transport.frame import Hello, HelloKind, pack_hello, token_digest
+from megatron_elas.runtime.transport.link import BLOCKED, DONE, Link
+from megatron_elas.runtime.transport.listener import Listener
+from megatron_elas.runtime.transport.posts import PostSender
+from megatron_elas.spec.errors import EpochChanged, PeerLost
+
+_Key = tuple[int, int]
+
+
+class _Failure(NamedTuple):
+    """What ended the epoch here. Not the exception itself: its traceback would keep the caller's tensors alive."""
+
+    peer: int | None
+    why: str
+
+
+class _Waiting:
+    """What an exchange still has to do on one link."""
+
+    __slots__ = ("events", "link", "parts", "ticket")
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.ticket = 0
+        self.parts: deque[memoryview] = deque()
+        self.events = 0
+
+
+class SocketTransport:
+    """Implements ``base.Transport``. Make it after forking: it has threads.
+
+    Different threads may use it at the same time for different (peer, channel) pairs.
+    """
+
+    def __init__(self, worker: int, listen: str, token: str) -> None:
+        """Listen and start accepting.
+
+        Args:
+            worker: Own worker id.
+            listen: ``unix:/path`` (the file must not exist) or ``tcp:host:port``; port 0 picks a free one, and the
+                host must be one that peers can dial.
+            token: Secret of the job; peers with another one are refused.
+
+        Raises:
+            ValueError: The address cannot work.
+            OSError: It is taken.
+        """
+        self._worker = worker
+        self._digest = token_digest(token)
+        self._epoch = 0
+        self._cancelled = False
+        self._closed = False
+        self._failure: _Failure | None = None
+        self._links: dict[_Key, Link] = {}
+        self._addresses: dict[int, str] = {}
+        self._lost: dict[int, str | None] = {}
+        self._dialling: set[_Key] = set()
+        self._knocks: set[_Key] = set()
+        self._changed = threading.Condition()
+        """Guards the five above and tells of new links, addresses and cancels."""
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._posts = PostSender(f"elastic-posts-{worker}", self._poison)
+        try:
+            self._listener = Listener(listen, self._digest, self._welcome, f"elastic-accept-{worker}")
+        except BaseException:
+            self._posts.close()
+            os.close(self._wake)
+            raise
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def worker(self) -> int:
+        """Own worker id."""
+        return self._worker
+
+    @property
+    def address(self) -> str:
+        """Where peers dial this worker."""
+        return self._listener.address
+
+    @property
+    def epoch(self) -> int:
+        """Epoch that frames carry now."""
+        return self._epoch
+
+    @property
+    def cancelled(self) -> bool:
+        """True between ``cancel`` and ``adopt``."""
+        return self._cancelled
+
+    def set_addresses(self, addresses: Mapping[int, str]) -> None:
+        """Say where peers are. A lost worker counts as living again when its address is a new one."""
+        with self._changed:
+            for peer in [peer for peer, old in self._lost.items() if addresses.get(peer, old) != old]:
+                del self._lost[peer]
+            self._addresses = dict(addresses)
+            knocks = [key for key in self._knocks if key[0] in self._addresses]
+            self._knocks.difference_update(knocks)
+            self._changed.notify_all()
+        for peer, channel in knocks:
+            self._answer_knock(peer, channel)
+
+    # ------------------------------------------------------------------ operations
+
+    def exchange(self, channel: int, tag: int, sends: Sequence[Part], receives: Sequence[Part]) -> None:
+        """See ``base.Transport``."""
+        if self._cancelled or self._failure is not None:
+            raise self._refusal()
+        epoch = self._epoch
+        links = self._links
+        waiting: dict[int, _Waiting] = {}
+        finished = False
+        try:
+            for peer, buffer in sends:
+                link = links.get((peer, channel)) or self._open(peer, channel)
+                ticket = link.send(epoch, tag, buffer)
+                if ticket:
+                    waits = waiting.get(link.fd)
+                    if waits is None:
+                        waits = waiting[link.fd] = _Waiting(link)
+                    waits.ticket = ticket
+            for peer, buffer in receives:
+                link = links.get((peer, channel)) or self._open(peer, channel)
+                waits = waiting.get(link.fd)
+                if waits is None:
+                    waits = waiting[link.fd] = _Waiting(link)
+                waits.parts.append(buffer)
+            if waiting:
+                self._wait(waiting, epoch, tag)
+            finished = True
+        except (EpochChanged, ProtocolError) as error:
+            self._poison(error)
+            raise
+        finally:
+            if not finished:
+                self._give_up(channel, sends)
+
+    def post(self, channel: int, tag: int, part: Part) -> None:
+        """See ``base.Transport``. What peers do not receive stays in this worker's memory."""
+        if self._cancelled or self._failure is not None:
+            raise self._refusal()
+        peer, buffer = part
+        try:
+            link = self._links.get((peer, channel)) or self._open(peer, channel)
+            if not link.post(self._epoch, tag, buffer):
+                self._posts.watch(link)
+        except EpochChanged as error:
+            self._poison(error)
+            raise
+
+    def _wait(self, waiting: dict[int, _Waiting], epoch: int, tag: int) -> None:
+        """Receive, and send what is queued, until nothing waits."""
+        poller: select.poll | None = None
+        ready = list(waiting)
+        while True:
+            for fd in ready:
+                waits = waiting.get(fd)
+                if waits is None:
+                    continue
+                self._advance(waits, epoch, tag)
+                events = (select.POLLIN if waits.parts else 0) | (select.POLLOUT if waits.ticket else 0)
+                if not events:
+                    del waiting[fd]
+                    if poller is not None:
+                        poller.unregister(fd)
+                elif poller is not None and events != waits.events:
+                    poller.modify(fd, events)
+                waits.events = events
+            if not waiting:
+                return
+            if self._cancelled:
+                raise self._refusal()
+            if poller is None:
+                poller = select.poll()
+                poller.register(self._wake, select.POLLIN)
+                for fd, waits in waiting.items():
+                    poller.register(fd, waits.events)
+            ready = [fd for fd, _ in poller.poll()]
+
+    def _advance(self, waits: _Waiting, epoch: int, tag: int) -> None:
+        link, parts = waits.link, waits.parts
+        if waits.ticket and (link.pump() or link.flushed(waits.ticket)):
+            waits.ticket = 0
+        while parts:
+            state = link.receive(epoch, tag, parts[0])
+            if state == DONE:
+                parts.popleft()
+            elif state == BLOCKED:
+                return
+            elif self._cancelled:
+                raise self._refusal()
+
+    # ------------------------------------------------------------------ failing
+
+    def cancel(self) -> None:
+        """End every operation now; thread-safe, returns at once, may be called again."""
+        self._cancelled = True
+        with self._changed:
+            if not self._closed:
+                os.eventfd_write(self._wake, 1)
+            self._changed.notify_all()
+
+    def _poison(self, error: BaseException) -> None:
+        with self._changed:
+            if self._failure is None:
+                self._failure = _Failure(error.peer if isinstance(error, PeerLost) else None, str(error))
+
+    def _refusal(self) -> EpochChanged:
+        """The error of an operation that may not run: of the kind that ended the epoch."""
+        failure = self._failure
+        if failure is None:
+            return EpochChanged(f"epoch {self._epoch} was cancelled on worker {self._worker}")
+        why = f"epoch {self._epoch} ended on worker {self._worker}: {failure.why}"
+        return EpochChanged(why) if failure.peer is None else PeerLost(failure.peer, why)
+
+    def _give_up(self, channel: int, sends: Sequence[Part]) -> None:
+        """Let go of the buffers of a failed exchange."""
+        for peer, _ in sends:
+            link = self._links.get((peer, channel))
+            if link is not None:
+                link.cut()
+        self._poison(EpochChanged("an operation was broken off"))  # by another error, for example KeyboardInterrupt
+
+    def adopt(self, epoch: int, *, lost: Collection[int]) -> None:
+        """Enter a new epoch.
+
+        All living peers must have cancelled or failed in the old epoch before: the zeros that complete a cut frame
+        would be data to a peer that still takes part in it. The session's protocol (everybody settles, then the plan
+        is sent) sees to that.
+
+        Raises:
+            ValueError: The epoch is not a newer one.
+        """
+        if epoch <= self._epoch:
+            raise ValueError(f"epoch {epoch} cannot be adopted after {self._epoch}: epochs only grow")
+        with self._changed:
+            for peer in lost:
+                self._lost[peer] = self._addresses.get(peer)
+            self._knocks = {key for key in self._knocks if key[0] not in self._lost}
+            for key, link in list(self._links.items()):
+                if link.lost is not None or link.peer in self._lost:
+                    link.close(f"worker {link.peer} left before epoch {epoch}")
+                    del self._links[key]
+                else:
+                    link.cut()
+                    link.resume(epoch)
+            self._epoch = epoch
+            self._failure = None
+            self._cancelled = False
+            with contextlib.suppress(BlockingIOError):  # it failed without a cancel
+                os.eventfd_read(self._wake)
+
+    def close(self) -> None:
+        """Close links and listener, remove the socket file, end threads. Posts not yet sent are dropped."""
+        with self._changed:
+            if self._closed:
+                return
+        self.cancel()
+        with self._changed:
+            self._closed = True
+        self._listener.close()
+        self._posts.close()
+        with self._changed:
+            for link in self._links.values():
+                link.close("the transport was closed")
+            self._links.clear()
+        os.close(self._wake)
+
+    # ------------------------------------------------------------------ opening links
+
+    def _open(self, peer: int, channel: int) -> Link:
+        """Dial, or knock and wait to be dialled.
+
+        Raises:
+            EpochChanged: Cancelled meanwhile.
+            PeerLost: The peer has left or refused.
+            ValueError: The peer is this worker, or has no address.
+        """
+        if peer == self._worker:
+            raise ValueError(f"worker {peer} cannot send to itself")
+        key = (peer, channel)
+        with self._changed:
+            self._check_reachable(peer)
+            address = self._addresses.get(peer)
+        if address is None:
+            raise ValueError(f"worker {peer} has no address; call set_addresses before using channel {channel}")
+        try:
+            if self._worker > peer:
+                return self._dial(key, address, self._wake)
+            dial_back = Hello(HelloKind.KNOCK, self._worker, channel)
+            with dial(address, self._wake) as knock:
+                knock.sendall(pack_hello(dial_back, self._digest))
+        except DialStopped:
+            raise self._refusal() from None
+        except OSError as error:
+            detail = f"could not dial {address}: {error.strerror or error} (channel {channel}, epoch {self._epoch})"
+            raise PeerLost(peer, detail) from None
+        with self._changed:
+            while key not in self._links:
+                if self._cancelled:
+                    raise self._refusal()
+                self._check_reachable(peer)
+                self._changed.wait()
+            return self._links[key]
+
+    def _check_reachable(self, peer: int) -> None:
+        if peer in self._lost:
+            raise PeerLost(peer, f"it left before epoch {self._epoch}")
+
+    def _dial(self, key: _Key, address: str, wake_fd: int) -> Link:
+        """The link, dialled by this thread or by another one that was faster.
+
+        Raises:
+            DialStopped, OSError: See ``dial``.
+        """
+        peer, channel = key
+        with self._changed:
+            while key in self._dialling:
+                if self._cancelled and wake_fd == self._wake:
+                    raise DialStopped
+                self._changed.wait()
+            if key in self._links:
+                return self._links[key]
+            self._dialling.add(key)
+        sock: socket.socket | None = None
+        try:
+            sock = dial(address, wake_fd)
+            sock.sendall(pack_hello(Hello(HelloKind.LINK, self._worker, channel), self._digest))
+        except BaseException:
+            if sock is not None:
+                sock.close()
+                sock = None
+            raise
+        finally:
+            with self._changed:
+                self._dialling.discard(key)
+                if sock is not None:
+                    link = self._links[key] = Link(peer, channel, sock, self._epoch)
+                self._changed.notify_all()
+        return link
+
+    def _welcome(self, hello: Hello, sock: socket.socket) -> None:
+        """A peer has connected. Runs on the listener's thread."""
+        _, peer, channel = hello
+        if hello.kind is HelloKind.KNOCK:
+            sock.close()
+            with self._changed:
+                known = peer in self._addresses
+                if not known and peer not in self._lost:
+                    self._knocks.add((peer, channel))  # it learnt of us before we of it
+            if known:
+                self._answer_knock(peer, channel)
+            return
+        with self._changed:
+            if self._closed or peer in self._lost or peer <= self._worker:
+                sock.close()
+                return
+            old = self._links.get((peer, channel))
+            if old is not None:  # the peer lost its end of the old one
+                old.close("dialled anew by the peer")
+            self._links[(peer, channel)] = Link(peer, channel, sock, self._epoch)
+            self._changed.notify_all()
+
+    def _answer_knock(self, peer: int, channel: int) -> None:
+        key = (peer, channel)
+        with self._changed:
+            if peer in self._lost or peer >= self._worker:
+                return
+            address = self._addresses[peer]
+            link = self._links.get(key)
+            if link is not None:
+                if not link.hung_up():
+                    return  # dialled already; the knock crossed it
+                link.close("closed by the peer")
+                del self._links[key]
+        with contextlib.suppress(DialStopped, OSError):  # the peer is gone, and waits for us no more
+            self._dial(key, address, self._listener.stop_fd)

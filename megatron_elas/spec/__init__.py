@@ -1,0 +1,1 @@
+"""Frozen values that cross folders. Standard library only."""

@@ -1,0 +1,70 @@
+"""The ways a job can end, and the errors that cross folders."""
+
+from __future__ import annotations
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """Exit status of ``elasrun`` and of the workers. Listed in docs/exit-codes.md."""
+
+    FINISHED = 0
+    """Training reached its end."""
+    CRASHED = 1
+    """An error of the training script itself (an exception that is not ours)."""
+    BAD_USAGE = 2
+    """A flag, file or value is wrong; nothing was started or lost."""
+    GAVE_UP = 3
+    """No feasible plan for the survivors, for example a stage lost all its cells."""
+    STATE_INVALID = 4
+    """The state could not be proven whole after a change; training did not go on."""
+    NOT_STARTED = 5
+    """A worker was lost, or did not join in time, before the first step."""
+    WRONG_VERSION = 6
+    """Python, torch or Megatron is outside the supported range, or a symbol moved."""
+
+
+class ElasticError(RuntimeError):
+    """Base of this project's own errors. ``exit_code`` is what the process ends with."""
+
+    exit_code: ExitCode = ExitCode.CRASHED
+
+
+class BadUsage(ElasticError, ValueError):
+    """A flag, file or value that cannot work. The text names the value and the remedy."""
+
+    exit_code = ExitCode.BAD_USAGE
+
+
+class NoFeasiblePlan(ElasticError):
+    """The survivors cannot carry the job on."""
+
+    exit_code = ExitCode.GAVE_UP
+
+
+class StateInvalid(ElasticError):
+    """A check before resuming failed, or no complete copy of a shard is left."""
+
+    exit_code = ExitCode.STATE_INVALID
+
+
+class WrongVersion(ElasticError):
+    """An installed package is outside its range, or a symbol we attach to has changed."""
+
+    exit_code = ExitCode.WRONG_VERSION
+
+
+class EpochChanged(ElasticError):
+    """The membership this operation belonged to has ended; unwind to the step boundary.
+
+    Raised by every communication call, in flight or new, from the moment the new epoch is
+    announced until the worker has adopted it.
+    """
+
+
+class PeerLost(EpochChanged):
+    """A link broke while in use. ``peer`` is the worker id at its other end."""
+
+    def __init__(self, peer: int, detail: str) -> None:
+        super().__init__(f"link to worker {peer} broke: {detail}")
+        self.peer = peer

@@ -1,0 +1,144 @@
+"""Faults that a script asks for: which worker is struck, how, and where in a step.
+
+One grammar serves the launch flag, ``elas inject``, process tests and the simulator::
+
+    KIND:worker=W@step=S,phase=P[,microbatch=M]
+
+for example ``kill:worker=3@step=5,phase=forward,microbatch=2``. ``str(fault)`` gives the text back.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_elas.spec.errors import BadUsage
+
+
+class FaultKind(enum.StrEnum):
+    """How the worker is struck."""
+
+    KILL = "kill"
+    """SIGKILL, as when a node loses power or the kernel runs out of memory."""
+    EXIT = "exit"
+    """The process ends with status 1 and no farewell."""
+    STOP = "stop"
+    """SIGSTOP: it stays, holds its links open and answers nothing."""
+    EXCEPTION = "exception"
+    """A Python exception out of the training step."""
+
+
+class FaultPhase(enum.StrEnum):
+    """Where in a step the fault strikes."""
+
+    FORWARD = "forward"
+    """Before the forward pass of a micro-batch."""
+    BACKWARD = "backward"
+    """Before the backward pass of a micro-batch."""
+    OPTIMIZER = "optimizer"
+    """After the gradient norm, around ``optimizer.step``."""
+    SNAPSHOT = "snapshot"
+    """While the step's copies go to the backups."""
+    COMMIT = "commit"
+    """At the commit barrier."""
+    BETWEEN = "between"
+    """After the commit, before the next step."""
+    RECOVERY = "recovery"
+    """While recovering from another fault in that step."""
+
+
+PHASES_WITH_MICROBATCH = frozenset({FaultPhase.FORWARD, FaultPhase.BACKWARD})
+
+GRAMMAR = (
+    f"write KIND:worker=W@step=S,phase=P[,microbatch=M] with KIND {'|'.join(FaultKind)}, "
+    f"P {'|'.join(FaultPhase)}; microbatch goes with forward and backward only"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One strike. It happens once, the first time the worker is there."""
+
+    kind: FaultKind
+    worker: int
+    step: int
+    phase: FaultPhase
+    microbatch: int | None = None
+    """Counted over what the worker runs in one step, from 0; None means its first."""
+
+    def __post_init__(self) -> None:
+        if self.microbatch is not None and self.phase not in PHASES_WITH_MICROBATCH:
+            raise BadUsage(f"fault '{self}': phase {self.phase} has no micro-batches: {GRAMMAR}")
+
+    def __str__(self) -> str:
+        text = f"{self.kind}:worker={self.worker}@step={self.step},phase={self.phase}"
+        return text if self.microbatch is None else f"{text},microbatch={self.microbatch}"
+
+    def strikes_at(self, step: int, phase: FaultPhase, microbatch: int | None = None) -> bool:
+        """Whether the place is the fault's own."""
+        return self.step == step and self.phase == phase and self.microbatch in (None, microbatch)
+
+
+def parse_fault(text: str) -> Fault:
+    """Read one fault.
+
+    Raises:
+        BadUsage: The text does not follow the grammar; the sentence shows it.
+    """
+    kind, colon, rest = text.strip().partition(":")
+    who, at, where = rest.partition("@")
+    if not (colon and at):
+        raise BadUsage(f"fault '{text}' cannot be read: {GRAMMAR}")
+    fields = _read_fields(text, [who, *where.split(",")])
+    unknown = sorted(fields.keys() - {"worker", "step", "phase", "microbatch"})
+    missing = [name for name in ("worker", "step", "phase") if name not in fields]
+    if unknown or missing:
+        problem = f"unknown field {unknown[0]}" if unknown else f"{missing[0]} is missing"
+        raise BadUsage(f"fault '{text}': {problem}: {GRAMMAR}")
+    return Fault(
+        kind=_read_choice(text, "kind", FaultKind, kind),
+        worker=_read_count(text, "worker", fields["worker"]),
+        step=_read_count(text, "step", fields["step"]),
+        phase=_read_choice(text, "phase", FaultPhase, fields["phase"]),
+        microbatch=_read_count(text, "microbatch", fields["microbatch"]) if "microbatch" in fields else None,
+    )
+
+
+def check_faults(faults: Iterable[Fault], world_size: int) -> None:
+    """Refuse faults of workers that the job does not have.
+
+    Raises:
+        BadUsage: A worker id is not in ``[0, world_size)``.
+    """
+    for fault in faults:
+        if fault.worker >= world_size:
+            raise BadUsage(
+                f"fault '{fault}': there is no worker {fault.worker}, the job has workers 0 to {world_size - 1}: "
+                f"{GRAMMAR}"
+            )
+
+
+def _read_fields(text: str, pairs: Iterable[str]) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not (name and equals and value):
+            raise BadUsage(f"fault '{text}': '{pair}' is not name=value: {GRAMMAR}")
+        if name in fields:
+            raise BadUsage(f"fault '{text}': {name} is given twice: {GRAMMAR}")
+        fields[name] = value
+    return fields
+
+
+def _read_count(text: str, name: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit()):
+        raise BadUsage(f"fault '{text}': {name} must be a number from 0 up, got '{value}': {GRAMMAR}")
+    return int(value)
+
+
+def _read_choice[C: enum.StrEnum](text: str, name: str, choices: type[C], value: str) -> C:
+    try:
+        return choices(value.strip())
+    except ValueError:
+        raise BadUsage(f"fault '{text}': unknown {name} '{value}': {GRAMMAR}") from None

@@ -1,0 +1,39 @@
+"""What the job is, fixed for its whole life and independent of who is alive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_elas.spec.errors import BadUsage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """The original grid and batch. Every worker reports the same one when it joins."""
+
+    tensor_parallel: int
+    pipeline_parallel: int
+    data_parallel: int
+    micro_batch_size: int
+    """Samples in one micro-batch."""
+    num_microbatches: int
+    """Micro-batches in one global batch, over all rows."""
+    first_step: int = 0
+    """Steps done before this job began (from a checkpoint)."""
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size", "num_microbatches"):
+            value = getattr(self, name)
+            if value < 1:
+                raise BadUsage(f"{name} must be at least 1, got {value}")
+        if self.num_microbatches % self.data_parallel:
+            raise BadUsage(
+                f"{self.num_microbatches} micro-batches do not divide by {self.data_parallel} data-parallel rows: "
+                f"choose a global batch that is a multiple of micro_batch_size * data_parallel = "
+                f"{self.micro_batch_size * self.data_parallel}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Workers the job starts with."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel

@@ -1,0 +1,62 @@
+"""The plan: one frozen value per epoch that says who does what.
+
+The planner makes it, the controller sends it, the workers carry it out; nobody else decides.
+
+Invariants: every micro-batch of the global batch is run exactly once per stage; every worker whose
+stage has a second cell has a backup other than itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_elas.spec.layout import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticPlan:
+    """Who sits where, which micro-batches each cell runs, who keeps whose copy."""
+
+    epoch: int
+    placement: Placement
+    items: tuple[tuple[tuple[int, ...], ...], ...]
+    """``items[stage][cell]``: logical micro-batch numbers ``g = m * D + d``, ascending."""
+    backups: tuple[tuple[int, int], ...]
+    """Pairs (owner, backup), by worker id."""
+
+    @property
+    def num_items(self) -> int:
+        """Micro-batches in the global batch."""
+        return sum(len(cell_items) for cell_items in self.items[0])
+
+    def items_of(self, worker: int) -> tuple[int, ...]:
+        """Micro-batches that the worker's cell runs in one step."""
+        seat = self.placement.seat(worker)
+        return self.items[seat.stage][seat.cell]
+
+    def host_of(self, stage: int, item: int, lane: int) -> int:
+        """The worker that runs ``item`` on ``stage``, in ``lane``."""
+        for cell, cell_items in zip(self.placement.stages[stage], self.items[stage], strict=True):
+            if item in cell_items:
+                return cell.workers[lane]
+        raise KeyError(f"epoch {self.epoch}: no cell of stage {stage} runs micro-batch {item}")
+
+    def backup_of(self, worker: int) -> int | None:
+        """Who keeps the worker's copy; None when its stage has no second cell."""
+        return dict(self.backups).get(worker)
+
+    def wards_of(self, worker: int) -> tuple[int, ...]:
+        """Whose copies the worker keeps, ascending."""
+        return tuple(sorted(owner for owner, backup in self.backups if backup == worker))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settlement:
+    """Where the survivors agreed to go on."""
+
+    base_epoch: int
+    """Epoch of the plan in whose layout the state is found; its owners and backups hold it."""
+    resume_step: int
+    """The step that is run next, from the state before it; every survivor has that state."""
+    lead_step: int
+    """The furthest step any survivor's training loop is in. Others stay mute until they reach it."""

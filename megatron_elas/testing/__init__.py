@@ -1,0 +1,1 @@
+"""Tools for tests: fault scripts, forked ranks."""

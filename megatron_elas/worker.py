@@ -1,0 +1,153 @@
+"""An elastic worker: wires control link, runtime and host together inside the training process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_elas.control.environment import WorkerEnvironment
+from megatron_elas.control.link import ControlLink
+from megatron_elas.control.messages import FaultFired, Hello, Quiesce
+from megatron_elas.control.port import LinkPort
+from megatron_elas.host.attachment import Attachment, detach
+from megatron_elas.host.join import join_megatron
+from megatron_elas.host.requirements import check_elastic_arguments, describe_job
+from megatron_elas.platform.detect import detect
+from megatron_elas.runtime.communicator.communicator import Communicator
+from megatron_elas.runtime.session import Session
+from megatron_elas.runtime.transport.sockets import SocketTransport
+from megatron_elas.spec.errors import ElasticError
+from megatron_elas.spec.faults import Fault, FaultPhase, check_faults, parse_fault
+from megatron_elas.testing.faults import FaultInjector
+
+logger = logging.getLogger(__name__)
+
+JOIN_PATIENCE_S = 3600.0
+"""The controller's own join timeout ends the job earlier, with a reason."""
+PATIENCE_S = 600.0
+"""For an answer during a recovery; the controller's settle timeout fires earlier."""
+
+
+class Worker:
+    """One per process."""
+
+    def __init__(self, args: Any) -> None:
+        """Join the job and wait for the plan.
+
+        Raises:
+            BadUsage: A flag cannot work with --elastic, or this process was not started by elasrun.
+        """
+        check_elastic_arguments(args, detect())
+        self._environment = environment = WorkerEnvironment.from_environ(os.environ)
+        self.job = describe_job(args)
+        faults = [parse_fault(text) for text in args.elastic_inject or ()]
+        check_faults(faults, self.job.world_size)
+        self._transport = SocketTransport(environment.worker, self._listen_address(), environment.token)
+        self._link = ControlLink(
+            environment.controller,
+            environment.token,
+            Hello(
+                worker=environment.worker,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                domain=environment.domain,
+                address=self._transport.address,
+                job=self.job,
+            ),
+            environment.heartbeat_s,
+            self._cancel,
+            self._inject,
+        )
+        self._faults = FaultInjector(faults, environment.worker, self._announce)
+        self._port = LinkPort(environment.worker, self._link, PATIENCE_S)
+        start = self._link.wait_start(JOIN_PATIENCE_S)
+        self._transport.set_addresses(start.addresses)
+        communicator = Communicator(self._transport, range(self.job.world_size))
+        self._session = Session(
+            environment.worker, start.plan, self._transport, communicator, self._port, self._strike
+        )
+        self.attachment: Attachment
+        self.attachment, self.pretrain_arguments = join_megatron(
+            args, self.job, start.plan, self._transport, communicator, self._session, self._strike
+        )
+        if args.elastic_sample_log is not None:
+            self.attachment.observe_samples = _SampleLog(args.elastic_sample_log, environment.worker)
+
+    def finish(self) -> None:
+        """Leave after the end of training."""
+        self._session.finish(self.attachment.next_step)
+        self._close()
+
+    def fail(self, error: ElasticError) -> None:
+        """Leave because of an error; the controller ends the job."""
+        self._port.failed(int(error.exit_code), str(error))
+        self._close()
+
+    def _close(self) -> None:
+        detach()
+        self._link.close()
+        self._transport.close()
+
+    def _listen_address(self) -> str:
+        """Unix sockets when all workers are on this node, TCP on the address that reaches the controller otherwise."""
+        if int(os.environ["LOCAL_WORLD_SIZE"]) == int(os.environ["WORLD_SIZE"]):
+            return f"unix:{Path(self._environment.run_dir) / f'w{self._environment.worker}.sock'}"
+        return f"tcp:{_own_address(self._environment.controller)}:0"
+
+    def _cancel(self, quiesce: Quiesce) -> None:
+        self._transport.cancel()
+
+    def _inject(self, text: str) -> None:
+        self._faults.add(parse_fault(text))
+
+    def _announce(self, fault: Fault, at_s: float) -> None:
+        self._link.send(FaultFired(worker=self._environment.worker, fault=str(fault), at_s=at_s))
+
+    def _strike(self, step: int, phase: str, microbatch: int | None) -> None:
+        if self._faults.pending:
+            self._faults.at(step, FaultPhase(phase), microbatch)
+
+
+class _SampleLog:
+    """Appends ``step id id ...`` for every micro-batch that this worker reads, to ``PREFIX.WORKER``."""
+
+    def __init__(self, prefix: str, worker: int) -> None:
+        self._file = Path(f"{prefix}.{worker}").open("a", buffering=1)
+
+    def __call__(self, step: int, ids: tuple[int, ...]) -> None:
+        self._file.write(f"{step} {' '.join(map(str, ids))}\n")
+
+
+def _own_address(controller: str) -> str:
+    """This host's address on the way to the controller (``ws://host:port``)."""
+    host, _, port = controller.removeprefix("ws://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])
+
+
+_worker: list[Worker] = []
+
+
+def prepare(args: Any) -> dict[str, Any]:
+    """Join the job. Gives the keyword arguments for ``pretrain``. Raises ElasticError."""
+    started_s = time.monotonic()
+    worker = Worker(args)
+    _worker.append(worker)
+    logger.info("worker joined in %.2f s", time.monotonic() - started_s)
+    return worker.pretrain_arguments
+
+
+def finish() -> None:
+    """Leave the job after the end of training."""
+    _worker.pop().finish()
+
+
+def fail(error: ElasticError) -> None:
+    """Leave the job because of ``error``, if it was joined."""
+    if _worker:
+        _worker.pop().fail(error)

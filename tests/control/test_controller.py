@@ -1,0 +1,446 @@
+"""The controller as plain values: no sockets, no clocks."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from megatron_elas.control.commands import MakePlan, Note, ShowRecovery, Tell, TellAgent
+from megatron_elas.control.events import AgentLost, PlanMade, Terminate, Tick, WorkerSilent
+from megatron_elas.control.messages import (
+    AgentHello,
+    Failed,
+    FaultFired,
+    Finished,
+    KillWorker,
+    PeerUnreachable,
+    Quiesce,
+    Recover,
+    Settled,
+    Start,
+    Stop,
+    StopAll,
+    WorkerExited,
+)
+from megatron_elas.control.states import Ended, Gathering, Resuming, Running, Settling, Stopping
+from megatron_elas.planner.plan import initial_plan
+from megatron_elas.spec.errors import ExitCode
+from megatron_elas.spec.events import LossReason
+from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.report import Holding, SettleReport
+from tests.control.jobs import TIMEOUTS, Director, end_of, make_hello, make_job, make_report, told
+
+
+def exited(worker: int, status: int) -> WorkerExited:
+    return WorkerExited(worker=worker, status=status, at_s=0.0)
+
+
+@pytest.fixture
+def job() -> JobSpec:
+    return make_job(pipeline=2, data=2)
+
+
+@pytest.fixture
+def running(job: JobSpec) -> Director:
+    return Director(job).start()
+
+
+def plan_of(director: Director):
+    assert isinstance(director.state, Running | Resuming)
+    return director.state.plan
+
+
+def stop_code(director: Director) -> int:
+    assert isinstance(director.state, Stopping | Ended), director.state
+    return director.state.exit_code
+
+
+# ---------------------------------------------------------------- joining
+
+
+def test_the_last_worker_to_join_starts_everybody(job: JobSpec) -> None:
+    director = Director(job)
+    director.send(AgentHello(node=0, host="here", workers=(0, 1, 2, 3)))
+    director.send(*(make_hello(worker, job) for worker in (3, 1, 0)))
+    assert not told(director.commands, Start)
+    director.send(make_hello(2, job))
+    [(workers, start)] = told(director.commands, Start)
+    assert workers == (0, 1, 2, 3)
+    assert start.plan == initial_plan(job, {worker: f"worker{worker}" for worker in range(4)})
+    assert start.addresses == {worker: f"unix:{worker}" for worker in range(4)}
+    assert isinstance(director.state, Running)
+
+
+def test_a_worker_that_joins_twice_is_counted_once(job: JobSpec) -> None:
+    director = Director(job)
+    director.send(*(make_hello(worker, job) for worker in (0, 0, 1, 1)))
+    assert isinstance(director.state, Gathering)
+    assert sorted(director.state.roster.hellos) == [0, 1]
+
+
+def test_workers_with_different_flags_end_the_job_as_bad_usage(job: JobSpec) -> None:
+    director = Director(job)
+    director.send(make_hello(0, job), make_hello(1, make_job(pipeline=4, data=1)))
+    assert stop_code(director) == ExitCode.BAD_USAGE
+    assert "worker 1" in director.state.sentence and "same flags" in director.state.sentence
+
+
+def test_a_grid_of_another_size_than_was_launched_is_bad_usage(job: JobSpec) -> None:
+    director = Director(job)
+    director.send(make_hello(0, make_job(pipeline=4, data=2)))
+    assert stop_code(director) == ExitCode.BAD_USAGE
+    assert "needs 8" in director.state.sentence
+
+
+def test_a_worker_of_another_protocol_is_a_wrong_version(job: JobSpec) -> None:
+    director = Director(job)
+    hello = make_hello(0, job)
+    director.send(type(hello)(**{name: getattr(hello, name) for name in hello.__struct_fields__} | {"version": 99}))
+    assert stop_code(director) == ExitCode.WRONG_VERSION
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_loss_before_the_start_ends_the_job_as_not_started(job: JobSpec, silent: bool) -> None:
+    director = Director(job)
+    director.send(AgentHello(node=0, host="here", workers=(0, 1, 2, 3)), make_hello(0, job), make_hello(1, job))
+    director.send(WorkerSilent(worker=1, silent_s=2.0) if silent else exited(1, -signal.SIGKILL))
+    assert stop_code(director) == ExitCode.NOT_STARTED
+
+
+def test_a_worker_that_leaves_without_joining_ends_an_elastic_job(job: JobSpec) -> None:
+    director = Director(job)
+    director.send(exited(3, 0), make_hello(0, job))
+    assert stop_code(director) == ExitCode.NOT_STARTED
+
+
+def test_own_exit_codes_of_workers_before_the_start_are_passed_on(job: JobSpec) -> None:
+    director = Director(job)
+    director.send(make_hello(0, job), exited(1, ExitCode.BAD_USAGE))
+    assert stop_code(director) == ExitCode.BAD_USAGE
+
+
+def test_workers_that_do_not_join_in_time_end_the_job(job: JobSpec) -> None:
+    director = Director(job)
+    director.send(AgentHello(node=0, host="here", workers=(0, 1, 2, 3)), make_hello(0, job))
+    director.now += TIMEOUTS.join_timeout_s - 1
+    director.send(Tick())
+    assert isinstance(director.state, Gathering)
+    director.now += 2
+    director.send(Tick())
+    assert stop_code(director) == ExitCode.NOT_STARTED
+    assert "[1, 2, 3]" in director.state.sentence
+
+
+def test_a_plain_job_is_never_late(job: JobSpec) -> None:
+    director = Director(job)
+    director.send(AgentHello(node=0, host="here", workers=(0, 1, 2, 3)))
+    director.now += 100 * TIMEOUTS.join_timeout_s
+    director.send(Tick())
+    assert isinstance(director.state, Gathering)
+
+
+def test_a_node_that_does_not_come_ends_the_job(job: JobSpec) -> None:
+    director = Director(job, nnodes=2)
+    director.send(AgentHello(node=0, host="here", workers=(0, 1)))
+    director.now += TIMEOUTS.join_timeout_s + 1
+    director.send(Tick())
+    assert stop_code(director) == ExitCode.NOT_STARTED
+    assert "nodes [1]" in director.state.sentence
+
+
+# ---------------------------------------------------------------- plain jobs
+
+
+def test_a_plain_job_ends_with_zero_when_all_its_processes_do(job: JobSpec) -> None:
+    director = Director(job)
+    director.send(AgentHello(node=0, host="here", workers=(0, 1, 2, 3)))
+    commands = director.send(*(exited(worker, 0) for worker in range(4)))
+    end = end_of(commands)
+    assert end is not None and end.exit_code == 0
+
+
+@pytest.mark.parametrize(("status", "code"), [(7, 7), (-signal.SIGSEGV, 128 + signal.SIGSEGV), (1, 1)])
+def test_a_plain_job_ends_as_its_first_failing_worker(job: JobSpec, status: int, code: int) -> None:
+    director = Director(job)
+    director.send(AgentHello(node=0, host="here", workers=(0, 1, 2, 3)))
+    commands = director.send(exited(0, 0), exited(2, status))
+    assert [command.message.exit_code for command in commands if isinstance(command, TellAgent)] == [code]
+    assert end_of(commands) is None
+    end = end_of(director.send(exited(1, -signal.SIGTERM), exited(3, -signal.SIGTERM)))
+    assert end is not None and end.exit_code == code
+
+
+def test_a_signal_ends_everything_with_128_plus_its_number(running: Director) -> None:
+    commands = running.send(Terminate(signum=signal.SIGINT))
+    [order] = [command for command in commands if isinstance(command, TellAgent)]
+    assert isinstance(order.message, StopAll) and order.message.signum == signal.SIGINT
+    end = end_of(running.send(*(exited(worker, -signal.SIGINT) for worker in range(4))))
+    assert end is not None and end.exit_code == 130
+
+
+# ---------------------------------------------------------------- recovery
+
+
+def test_a_lost_worker_makes_survivors_quiesce_settle_and_recover(running: Director) -> None:
+    old = plan_of(running)
+    commands = running.send(exited(3, -signal.SIGKILL))
+    [(workers, quiesce)] = told(commands, Quiesce)
+    assert workers == (0, 1, 2) and quiesce.epoch == 1
+    [loss] = quiesce.lost
+    assert (loss.worker, loss.reason, loss.detail) == (3, LossReason.EXITED, "killed by SIGKILL")
+    assert not told(running.settle(1, [0, 2], old), Recover)
+    [(workers, recover)] = told(running.settle(1, [1], old), Recover)
+    assert workers == (0, 1, 2)
+    assert recover.plan.epoch == 1 and recover.plan.placement.workers == (0, 1, 2)
+    assert (recover.settlement.base_epoch, recover.settlement.resume_step) == (0, 5)
+    assert 3 not in recover.addresses
+    assert not [c for c in running.recover(1, [0, 1]) if isinstance(c, ShowRecovery)]
+    assert [c for c in running.recover(1, [2]) if isinstance(c, ShowRecovery)]
+    assert isinstance(running.state, Running) and running.state.epoch == 1
+
+
+def test_quiesce_leaves_before_the_planner_is_asked(running: Director) -> None:
+    running.planner = False
+    commands = running.send(exited(3, -signal.SIGKILL))
+    kinds = [type(command) for command in commands]
+    assert kinds.index(Tell) < kinds.index(MakePlan)
+
+
+def test_recover_waits_for_the_plan(running: Director) -> None:
+    old = plan_of(running)
+    running.planner = False
+    commands = running.send(exited(3, -signal.SIGKILL))
+    assert not told(running.settle(1, [0, 1, 2], old), Recover)
+    [request] = [command for command in commands if isinstance(command, MakePlan)]
+    plan = running.state.outage.base
+    made = type(plan)(epoch=1, placement=plan.placement.without(request.lost), items=plan.items, backups=plan.backups)
+    [(_, recover)] = told(running.send(PlanMade(plan=made, seconds=0.25)), Recover)
+    assert recover.plan_s == 0.25
+
+
+def test_a_silent_worker_is_killed_and_the_others_go_on(running: Director) -> None:
+    commands = running.send(WorkerSilent(worker=2, silent_s=10.4))
+    assert TellAgent(node=0, message=KillWorker(worker=2)) in commands
+    [(workers, quiesce)] = told(commands, Quiesce)
+    assert workers == (0, 1, 3)
+    assert quiesce.lost[0].detail == "no heartbeat for 10.4 s"
+    running.send(exited(2, -signal.SIGKILL))
+    assert isinstance(running.state, Settling) and running.state.epoch == 1
+
+
+def test_a_worker_that_a_peer_cannot_reach_is_killed(running: Director) -> None:
+    commands = running.send(PeerUnreachable(worker=1, epoch=0, peer=3, detail="reset"))
+    assert TellAgent(node=0, message=KillWorker(worker=3)) in commands
+    assert told(commands, Quiesce)[0][1].lost[0].reason is LossReason.UNREACHABLE
+    running.send(exited(3, 1))
+    assert running.state.outage.losses[0].detail.endswith("exited with status 1")
+
+
+def test_of_two_workers_that_accuse_each_other_one_is_lost(running: Director) -> None:
+    running.send(
+        PeerUnreachable(worker=1, epoch=0, peer=3, detail="reset"),
+        PeerUnreachable(worker=3, epoch=0, peer=1, detail="reset"),
+    )
+    assert set(running.state.roster.lost) == {3}
+    assert running.state.epoch == 1
+
+
+def test_an_accusation_of_an_older_epoch_is_ignored(running: Director) -> None:
+    running.send(exited(3, -9), PeerUnreachable(worker=0, epoch=0, peer=1, detail="cancelled"))
+    assert set(running.state.roster.lost) == {3}
+
+
+def test_a_second_loss_while_settling_starts_another_epoch_with_both(running: Director) -> None:
+    job = make_job(pipeline=2, data=3)
+    running = Director(job).start()
+    old = plan_of(running)
+    running.send(exited(5, -9))
+    running.settle(1, [0, 1, 2, 3], old)
+    [(workers, quiesce)] = told(running.send(exited(1, -9)), Quiesce)
+    assert workers == (0, 2, 3, 4) and quiesce.epoch == 2
+    assert [loss.worker for loss in quiesce.lost] == [5, 1]
+    assert not told(running.settle(1, [4], old), Recover), "reports of the older epoch count no more"
+    [(_, recover)] = told(running.settle(2, [0, 2, 3, 4], old), Recover)
+    assert recover.plan.epoch == 2 and recover.plan.placement.workers == (0, 2, 3, 4)
+
+
+def test_a_loss_while_resuming_settles_in_the_layout_that_all_survivors_hold(running: Director) -> None:
+    running = Director(make_job(pipeline=2, data=3)).start()
+    first = plan_of(running)
+    running.send(exited(5, -9))
+    running.settle(1, [0, 1, 2, 3, 4], first)
+    second = plan_of(running)
+    running.recover(1, [0])
+    running.send(exited(1, -9))
+    assert isinstance(running.state, Settling) and running.state.epoch == 2
+    assert set(running.state.outage.plans) == {0, 1}
+    assert running.state.outage.lost == (1, 5)
+    running.settle(2, [0, 2, 3], second, step_number=6)
+    [(_, recover)] = told(running.settle(2, [4], second, step_number=6), Recover)
+    assert recover.settlement.base_epoch == 1 and recover.settlement.resume_step == 6
+    assert recover.plan.placement.workers == (0, 2, 3, 4)
+
+
+def test_an_outage_ends_when_all_have_recovered_and_the_next_starts_from_there(running: Director) -> None:
+    running = Director(make_job(pipeline=2, data=3)).start()
+    running.send(exited(5, -9))
+    running.settle(1, [0, 1, 2, 3, 4], initial_plan(running.job, running.state.roster.domains))
+    running.recover(1, [0, 1, 2, 3, 4])
+    running.send(exited(1, -9))
+    assert running.state.outage.lost == (1,)
+    assert set(running.state.outage.plans) == {1}
+
+
+def test_survivors_that_do_not_settle_in_time_are_lost_too(running: Director) -> None:
+    running = Director(make_job(pipeline=2, data=3)).start()
+    old = plan_of(running)
+    running.send(exited(5, -9))
+    running.settle(1, [0, 1, 2, 3], old)
+    running.now += TIMEOUTS.settle_timeout_s
+    commands = running.send(Tick())
+    assert TellAgent(node=0, message=KillWorker(worker=4)) in commands
+    assert told(commands, Quiesce)[0][0] == (0, 1, 2, 3)
+    assert "--settle-timeout-s=2" in running.state.roster.lost[4].detail
+
+
+def test_losing_a_whole_stage_gives_up(running: Director) -> None:
+    running.send(exited(2, -9))
+    running.send(exited(3, -9))
+    assert stop_code(running) == ExitCode.GAVE_UP
+    assert "worker 2" in running.state.sentence and "stage 1" in running.state.sentence
+
+
+def test_losing_everybody_gives_up(running: Director) -> None:
+    for worker in range(4):
+        running.send(exited(worker, -9))
+    assert stop_code(running) == ExitCode.GAVE_UP
+
+
+def test_an_incomplete_state_ends_the_job_as_invalid(running: Director) -> None:
+    running.send(exited(3, -9))
+    empty = Holding(epoch=0, live=5, kept=(5,), wards={})
+    for worker in (0, 1, 2):
+        running.send(Settled(report=SettleReport(worker=worker, epoch=1, step=5, holdings=(empty,))))
+    assert stop_code(running) == ExitCode.STATE_INVALID
+
+
+def test_state_in_the_layout_of_an_unknown_plan_is_invalid(running: Director) -> None:
+    running.send(exited(3, -9))
+    strange = Holding(epoch=7, live=5, kept=(5,), wards={})
+    for worker in (0, 1, 2):
+        running.send(Settled(report=SettleReport(worker=worker, epoch=1, step=5, holdings=(strange,))))
+    assert stop_code(running) == ExitCode.STATE_INVALID
+
+
+def test_a_failure_that_nobody_can_mend_ends_the_job_with_its_code(running: Director) -> None:
+    running.send(Failed(worker=2, exit_code=ExitCode.STATE_INVALID, sentence="shards differ"))
+    assert stop_code(running) == ExitCode.STATE_INVALID
+    assert running.state.sentence == "worker 2: shards differ"
+
+
+def test_messages_of_lost_workers_change_nothing(running: Director) -> None:
+    old = plan_of(running)
+    running.send(WorkerSilent(worker=3, silent_s=9.0))
+    before = running.state
+    running.send(
+        Settled(report=make_report(3, 1, old)),
+        Failed(worker=3, exit_code=4, sentence="late"),
+        Finished(worker=3),
+        PeerUnreachable(worker=3, epoch=1, peer=0, detail="late"),
+        WorkerSilent(worker=3, silent_s=19.0),
+    )
+    assert running.state == before
+
+
+def test_duplicates_are_ignored_with_a_note(running: Director) -> None:
+    old = plan_of(running)
+    running.send(exited(3, -9))
+    running.settle(1, [0], old)
+    before = running.state
+    commands = running.settle(1, [0], old) + running.send(exited(3, -9))
+    assert running.state == before
+    assert all(isinstance(command, Note) for command in commands)
+
+
+def test_a_fault_that_was_announced_dates_the_loss_whenever_the_news_comes(running: Director) -> None:
+    fired = FaultFired(worker=3, fault="kill:worker=3@step=5,phase=between", at_s=99.5)
+    early = Director(running.job).start()
+    early.send(fired, exited(3, -9))
+    running.send(exited(3, -9), fired)
+    for director in (early, running):
+        assert director.state.outage.losses[0].fault_s == 99.5
+
+
+def test_a_spare_is_asked_to_settle_too() -> None:
+    director = Director(make_job(pipeline=1, data=2, tensor=2)).start()
+    old = plan_of(director)
+    [(workers, _)] = told(director.send(exited(3, -9)), Quiesce)
+    assert workers == (0, 1, 2)
+    [(workers, recover)] = told(director.settle(1, [0, 1, 2], old), Recover)
+    assert workers == (0, 1, 2) and recover.plan.placement.spares == (2,)
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_the_job_is_done_when_all_survivors_finished_and_left(running: Director) -> None:
+    old = plan_of(running)
+    running.send(exited(3, -9))
+    running.settle(1, [0, 1, 2], old)
+    running.recover(1, [0, 1, 2])
+    for worker in (0, 1, 2):
+        assert end_of(running.commands) is None
+        running.send(Finished(worker=worker), exited(worker, 0))
+    end = end_of(running.commands)
+    assert end is not None and (end.exit_code, end.sentence) == (0, "")
+
+
+def test_a_worker_that_leaves_with_zero_before_the_end_is_lost(running: Director) -> None:
+    running.send(exited(1, 0))
+    assert running.state.roster.lost[1].detail == "exited with status 0 before the end of training"
+
+
+def test_a_finished_worker_counts_as_recovered(running: Director) -> None:
+    old = plan_of(running)
+    running.send(exited(3, -9))
+    running.settle(1, [0, 1, 2], old)
+    running.recover(1, [0, 1])
+    commands = running.send(Finished(worker=2))
+    assert isinstance(running.state, Running)
+    assert any(isinstance(command, ShowRecovery) for command in commands)
+
+
+def test_a_loss_after_somebody_finished_lets_the_others_go(running: Director) -> None:
+    running.send(Finished(worker=0), exited(0, 0))
+    [(workers, stop)] = told(running.send(exited(1, -9)), Stop)
+    assert workers == (2, 3) and stop.exit_code == 0
+    assert not told(running.commands, Quiesce)
+    end = end_of(running.send(exited(2, 0), exited(3, 0)))
+    assert end is not None and end.exit_code == 0
+
+
+def test_a_worker_that_had_finished_before_it_heard_of_a_loss_ends_the_recovery(running: Director) -> None:
+    running.send(exited(1, -9))
+    [(workers, _)] = told(running.send(Finished(worker=0)), Stop)
+    assert workers == (2, 3)
+    end = end_of(running.send(exited(0, 0), exited(2, 0), exited(3, 0)))
+    assert end is not None and end.exit_code == 0
+
+
+def test_an_agent_that_is_gone_takes_its_workers_with_it_in_one_epoch() -> None:
+    director = Director(make_job(pipeline=2, data=4), nnodes=4).start()
+    [(workers, quiesce)] = told(director.send(AgentLost(node=1)), Quiesce)
+    assert workers == (0, 1, 4, 5, 6, 7) and quiesce.epoch == 1
+    assert [loss.worker for loss in quiesce.lost] == [2, 3]
+
+
+def test_stopping_ends_when_the_agents_are_gone_even_if_workers_were_not_reported(running: Director) -> None:
+    running.send(Terminate(signum=signal.SIGTERM))
+    end = end_of(running.send(AgentLost(node=0)))
+    assert end is not None and end.exit_code == 143
+
+
+def test_the_first_reason_to_stop_is_kept(running: Director) -> None:
+    running.send(Failed(worker=2, exit_code=4, sentence="first"), Terminate(signum=signal.SIGTERM))
+    assert stop_code(running) == 4

@@ -1,0 +1,124 @@
+"""Random orders, duplicates and late messages: what the controller guarantees in all of them."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_elas.control.commands import EndJob, Tell
+from megatron_elas.control.events import Event, Tick, WorkerSilent
+from megatron_elas.control.messages import (
+    Finished,
+    PeerUnreachable,
+    Quiesce,
+    Recover,
+    Recovered,
+    Settled,
+    WorkerExited,
+)
+from megatron_elas.control.states import Settling, Stopping
+from megatron_elas.planner.plan import initial_plan
+from megatron_elas.spec.errors import ExitCode
+from megatron_elas.spec.report import RecoveryReport
+from tests.control.jobs import Director, make_job, make_report
+
+JOB = make_job(pipeline=2, data=3)
+WORKERS = range(JOB.world_size)
+PLAN = initial_plan(JOB, {worker: f"worker{worker}" for worker in WORKERS})
+
+workers = st.sampled_from(WORKERS)
+epochs = st.integers(0, 5)
+
+
+def settled_event(worker: int, epoch: int, layout_epoch: int) -> Settled:
+    report = make_report(worker, epoch, PLAN)
+    holding = report.holdings[0]
+    changed = type(holding)(
+        epoch=layout_epoch, live=holding.live, kept=holding.kept, wards=dict.fromkeys(WORKERS, (5,))
+    )
+    return Settled(report=type(report)(worker=worker, epoch=epoch, step=5, holdings=(changed,)))
+
+
+def recovered_event(worker: int, epoch: int) -> Recovered:
+    return Recovered(report=RecoveryReport(worker=worker, epoch=epoch, resume_step=5))
+
+
+events: st.SearchStrategy[Event] = st.one_of(
+    st.builds(settled_event, workers, epochs, st.just(0)),
+    st.builds(recovered_event, workers, epochs),
+    st.builds(
+        lambda worker, status: WorkerExited(worker=worker, status=status, at_s=0.0),
+        workers,
+        st.sampled_from([0, 1, -9]),
+    ),
+    st.builds(lambda worker: WorkerSilent(worker=worker, silent_s=3.0), workers),
+    st.builds(
+        lambda worker, epoch, peer: PeerUnreachable(worker=worker, epoch=epoch, peer=peer, detail="x"),
+        workers,
+        epochs,
+        workers,
+    ),
+    st.builds(lambda worker: Finished(worker=worker), workers),
+    st.just(Tick()),
+)
+
+
+def check_guarantees(director: Director) -> None:
+    """The controller's guarantees, over everything it ever commanded."""
+    quiesced = [
+        command.message.epoch
+        for command in director.commands
+        if isinstance(command, Tell) and isinstance(command.message, Quiesce)
+    ]
+    assert quiesced == sorted(set(quiesced)), "epochs only grow, one announcement each"
+    recovers: dict[int, tuple[int, ...]] = {}
+    for command in director.commands:
+        if isinstance(command, Tell) and isinstance(command.message, Recover):
+            epoch = command.message.plan.epoch
+            assert epoch not in recovers, "one Recover per settled epoch"
+            assert set(command.message.plan.placement.workers) <= set(command.workers)
+            recovers[epoch] = command.workers
+    assert sum(isinstance(command, EndJob) for command in director.commands) <= 1
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(events, max_size=40))
+def test_guarantees_hold_in_any_order_of_any_messages(script: list[Event]) -> None:
+    director = Director(JOB).start()
+    told_after_loss: list[tuple[int, ...]] = []
+    for event in script:
+        lost_before = set(director.state.roster.lost) | set(director.state.roster.finished)
+        for command in director.send(event):
+            if isinstance(command, Tell) and lost_before & set(command.workers):
+                told_after_loss.append(command.workers)
+    assert not told_after_loss, "a lost or finished worker gets no message"
+    check_guarantees(director)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_honest_survivors_always_recover_or_the_job_says_why_not(data: st.DataObject) -> None:
+    """Losses at random moments; survivors answer each epoch, in random order and with repeats."""
+    director = Director(JOB).start()
+    for _ in range(data.draw(st.integers(1, 3), label="losses")):
+        if isinstance(director.state, Stopping):
+            break
+        victim = data.draw(st.sampled_from(director.state.roster.survivors))
+        director.send(WorkerExited(worker=victim, status=-9, at_s=0.0))
+        if not isinstance(director.state, Settling):
+            break
+        answers = data.draw(st.permutations(director.state.roster.survivors))
+        cut = data.draw(st.integers(0, len(answers)), label="answers before the next loss")
+        for worker in answers[:cut]:
+            director.send(*[settled_event(worker, director.state.epoch, 0)] * data.draw(st.integers(1, 2)))
+    if isinstance(director.state, Settling):
+        for worker in director.state.roster.survivors:
+            director.send(settled_event(worker, director.state.epoch, 0))
+    if isinstance(director.state, Stopping):
+        assert director.state.exit_code in (ExitCode.GAVE_UP, ExitCode.STATE_INVALID)
+    else:
+        survivors = director.state.roster.survivors
+        for worker in survivors:
+            director.send(recovered_event(worker, director.state.epoch))
+        assert director.state.plan.placement.workers == survivors
+    check_guarantees(director)

@@ -1,0 +1,56 @@
+"""Every layer is a bucket, and every bucket can be cut for any smaller number of replicas."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_elas.host.buckets import LAYER_ATTRIBUTE, bucket_size, layer_buckets
+
+
+class Parameter:
+    """Stands for a parameter: a size, and the layer it belongs to."""
+
+    def __init__(self, numel: int, layer: int | None) -> None:
+        self._numel = numel
+        if layer is not None:
+            setattr(self, LAYER_ATTRIBUTE, layer)
+
+    def numel(self) -> int:
+        return self._numel
+
+
+def model(sizes: list[list[int]]) -> list[Parameter]:
+    """An embedding, layers, a final norm."""
+    layers = [Parameter(numel, number) for number, layer in enumerate(sizes, start=1) for numel in layer]
+    return [Parameter(1000, None), *layers, Parameter(64, None)]
+
+
+def test_layers_embedding_and_norm_are_buckets_of_their_own_in_reverse_order() -> None:
+    params = model([[300, 20], [300, 20]])
+    index, buckets, _ = layer_buckets(params, 2)
+    assert [index[p][2] for p in params] == [3, 2, 2, 1, 1, 0]
+    assert len(buckets) == 4
+
+
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 5000), min_size=1, max_size=4), min_size=1, max_size=5),
+    replicas=st.integers(1, 24),
+)
+def test_buckets_fit_any_number_of_replicas_up_to_the_first(sizes: list[list[int]], replicas: int) -> None:
+    params = model(sizes)
+    index, buckets, unpadded = layer_buckets(params, replicas)
+    spans = sorted(index.values())
+    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), "parameters overlap"
+    for number, ((start, end), numel) in enumerate(zip(buckets, unpadded, strict=True)):
+        following = buckets[number + 1][0] if number + 1 < len(buckets) else None
+        assert end - start == bucket_size(numel, replicas)
+        assert start % replicas == 0 and end % math.lcm(128, replicas) == 0
+        for fewer in range(1, replicas + 1):
+            size = bucket_size(numel, fewer)
+            assert size % fewer == 0 and size >= numel
+            assert following is None or start + size <= following
+    for start, end, bucket in index.values():
+        assert buckets[bucket][0] <= start and end <= buckets[bucket][0] + unpadded[bucket]

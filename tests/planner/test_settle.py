@@ -1,0 +1,75 @@
+"""Survivors go on from the newest state that is whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_elas.planner.plan import initial_plan, replan
+from megatron_elas.planner.settle import settle
+from megatron_elas.spec.errors import StateInvalid
+from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.report import Holding, SettleReport
+
+JOB = JobSpec(tensor_parallel=1, pipeline_parallel=2, data_parallel=3, micro_batch_size=1, num_microbatches=6)
+FIRST = initial_plan(JOB, {})
+SECOND = replan(JOB, FIRST, [5], 1, {})
+
+
+def report(
+    worker: int, step: int, live: int | None, kept: tuple[int, ...], wards: dict[int, tuple[int, ...]], epoch: int = 0
+) -> SettleReport:
+    holding = Holding(epoch=epoch, live=live, kept=kept, wards=wards)
+    return SettleReport(worker=worker, epoch=epoch + 1, step=step, holdings=(holding,))
+
+
+def survivors(step: int, live: int | None, kept: tuple[int, ...], ward: tuple[int, ...]) -> list[SettleReport]:
+    """All of the first plan but worker 5, whose copy is on worker 3."""
+    backed_up = {backup: owner for owner, backup in FIRST.backups}
+    return [report(w, step, live, kept, {backed_up[w]: ward if w == 3 else kept}) for w in range(5)]
+
+
+def test_a_fault_in_the_forward_pass_runs_the_same_step_again() -> None:
+    settlement = settle(survivors(7, 7, (6, 7), (6, 7)), {0: FIRST})
+    assert (settlement.base_epoch, settlement.resume_step, settlement.lead_step) == (0, 7, 7)
+
+
+def test_a_copy_that_had_not_arrived_takes_everybody_one_step_back() -> None:
+    assert settle(survivors(7, 7, (6, 7), (6,)), {0: FIRST}).resume_step == 6
+
+
+def test_a_fault_in_the_optimizer_falls_back_to_the_state_before_the_step() -> None:
+    reports = survivors(7, None, (6, 7), (6, 7))
+    assert settle(reports, {0: FIRST}).resume_step == 7
+
+
+def test_a_step_that_one_survivor_committed_counts_for_all_when_the_lost_copy_is_there() -> None:
+    reports = survivors(8, 8, (7, 8), (7, 8))
+    reports[0] = report(0, 7, 8, (6, 7), {2: (6, 7)})
+    settlement = settle(reports, {0: FIRST})
+    assert (settlement.resume_step, settlement.lead_step) == (8, 8)
+
+
+def test_a_lost_shard_without_a_copy_is_named() -> None:
+    with pytest.raises(StateInvalid, match=r"the shard of worker 5 \(at its backup, worker 3\) has versions \[\]"):
+        settle(survivors(7, 7, (6, 7), ()), {0: FIRST})
+
+
+def test_a_second_fault_during_a_recovery_goes_back_to_the_layout_that_all_still_hold() -> None:
+    old = {w: Holding(epoch=0, live=None, kept=(6, 7), wards={5: (6, 7)} if w == 3 else {}) for w in range(5)}
+    new = Holding(epoch=1, live=7, kept=(7,), wards={})
+    backed_up = {backup: owner for owner, backup in FIRST.backups}
+    reports = []
+    for worker in (0, 2, 3, 4):
+        held = old[worker]
+        held = Holding(epoch=0, live=None, kept=(6, 7), wards={backed_up[worker]: (6, 7), **held.wards})
+        holdings = (new, held) if worker in (0, 2) else (held,)
+        reports.append(SettleReport(worker=worker, epoch=2, step=7, holdings=holdings))
+    settlement = settle(reports, {0: FIRST, 1: SECOND})
+    assert (settlement.base_epoch, settlement.resume_step) == (0, 7)
+
+
+def test_survivors_without_a_common_version_cannot_go_on() -> None:
+    reports = survivors(7, 7, (6, 7), (6, 7))
+    reports[1] = report(1, 9, 9, (8, 9), {0: (8, 9)})
+    with pytest.raises(StateInvalid, match="worker 1 has versions"):
+        settle(reports, {0: FIRST})

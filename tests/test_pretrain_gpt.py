@@ -1,0 +1,153 @@
+"""The entry: it trains on CPUs, is stock Megatron without --elastic, and refuses bad input in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.forker import Forker, JobResult, running_forker
+from tests.training_jobs import CPU_FLAGS, MOCK_DATA, TINY
+
+pytestmark = pytest.mark.process
+
+ENTRY = "tests.training_jobs:run_entry"
+STEPS = ["--train-iters", "3"]
+
+
+@pytest.fixture(scope="session")
+def forker() -> Iterator[Forker]:
+    with running_forker() as running:
+        yield running
+
+
+def losses(result: JobResult) -> list[str]:
+    """Loss and gradient norm of each step, as printed."""
+    return [
+        " ".join(match.groups())
+        for log in result.logs
+        for match in re.finditer(r"lm loss: (\S+) .* grad norm: (\S+)", log)
+    ]
+
+
+def train(forker: Forker, workers: int, folder: Path, *flags: str, target: str = ENTRY, root: str = "") -> JobResult:
+    folder.mkdir(exist_ok=True)
+    argv = [*TINY, *STEPS, *MOCK_DATA, *flags]
+    return forker.run(workers, target, folder, str(folder), argv, *filter(None, [root]))
+
+
+def states(folder: Path) -> list[dict[str, str]]:
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("state*.json"))]
+
+
+@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("grid", [(1, 2), (2, 1), (1, 1)], ids=["pp2dp2", "tp2dp2", "dp4"])
+def test_a_tiny_model_learns_on_four_cpu_workers(
+    forker: Forker, tmp_path: Path, grid: tuple[int, int], precision: list[str]
+) -> None:
+    tp, pp = map(str, grid)
+    flags = ["--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", pp, *precision]
+    result = train(forker, 4, tmp_path, *flags)
+    assert result.statuses == [0] * 4, result.logs[0]
+    found = [float(line.split()[0]) for line in losses(result)]
+    assert len(found) == 3
+    assert found[2] < found[0]
+
+
+@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("grid", [(1, 2), (2, 1)], ids=["pp2", "tp2"])
+def test_without_elastic_a_run_is_bit_for_bit_that_of_a_plain_use_of_megatron(
+    forker: Forker, tmp_path: Path, grid: tuple[int, int], precision: list[str]
+) -> None:
+    tp, pp = map(str, grid)
+    flags = ["--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", pp, "--hidden-dropout", "0.1"]
+    ours = train(forker, 2, tmp_path / "ours", *flags, *precision)
+    stock = train(forker, 2, tmp_path / "stock", *flags, *precision, *CPU_FLAGS, target="tests.training_jobs:run_stock")
+    assert ours.statuses == stock.statuses == [0, 0], ours.logs[0] + stock.logs[0]
+    assert losses(ours) == losses(stock)
+    assert len(losses(ours)) == 3
+    assert states(tmp_path / "ours") == states(tmp_path / "stock")
+    assert all(len(state) > 10 for state in states(tmp_path / "ours"))
+
+
+def test_without_elastic_a_run_is_bit_for_bit_that_of_megatrons_own_script(forker: Forker, tmp_path: Path) -> None:
+    root = os.environ.get("MEGATRON_LM_ROOT", "")
+    if not (Path(root) / "pretrain_gpt.py").is_file() or not root:
+        pytest.skip("MEGATRON_LM_ROOT does not point to a checkout of Megatron-LM core_v0.19.x")
+    ours = train(forker, 2, tmp_path / "ours", "--hidden-dropout", "0.1")
+    target = "tests.training_jobs:run_checkout"
+    stock = train(forker, 2, tmp_path / "stock", "--hidden-dropout", "0.1", *CPU_FLAGS, target=target, root=root)
+    assert ours.statuses == stock.statuses == [0, 0], ours.logs[0] + stock.logs[0]
+    assert losses(ours) == losses(stock)
+    assert states(tmp_path / "ours") == states(tmp_path / "stock")
+
+
+def test_a_checkpoint_continues_the_run_it_came_from(forker: Forker, tmp_path: Path) -> None:
+    folder, five = str(tmp_path / "checkpoint"), ["--train-iters", "5", "--ckpt-format", "torch_dist"]
+    save = ["--save", folder, "--save-interval", "2", "--exit-interval", "2"]
+    whole = train(forker, 2, tmp_path / "whole", *five)
+    first = train(forker, 2, tmp_path / "first", *five, *save)
+    second = train(forker, 2, tmp_path / "second", *five, "--load", folder)
+    assert whole.statuses == first.statuses == second.statuses == [0, 0], second.logs[0]
+    assert losses(first) == losses(whole)[:2]
+    # Megatron's log averages the first two losses after a start from a checkpoint.
+    assert losses(second)[2] == losses(whole)[4]
+    assert states(tmp_path / "second") == states(tmp_path / "whole")
+
+
+def test_dropout_stays_equal_on_all_lanes_of_a_tensor_parallel_group(forker: Forker, tmp_path: Path) -> None:
+    result = train(forker, 2, tmp_path, "--tensor-model-parallel-size", "2", "--hidden-dropout", "0.3")
+    assert result.statuses == [0, 0], result.logs[0]
+    first, second = states(tmp_path)
+    norms = [name for name in first if name.endswith("layernorm.weight")]
+    assert norms
+    assert [first[name] for name in norms] == [second[name] for name in norms]
+
+
+def test_a_preloaded_process_has_one_thread_when_it_forks(forker: Forker, tmp_path: Path) -> None:
+    assert forker.run(1, "tests.training_jobs:report_threads", tmp_path, str(tmp_path)).statuses == [1]
+
+
+BAD_INPUT = {
+    "grid": (["--pipeline-model-parallel-size", "3"], "2 workers cannot form a grid"),
+    "micro batch": (["--micro-batch-size", "0"], "--micro-batch-size must be at least 1, got 0"),
+    "global batch": (["--global-batch-size", "5"], "choose a multiple of 2"),
+    "negative batch": (["--global-batch-size", "-4"], "--global-batch-size must be at least 1, got -4"),
+    "argument file": (["@no/such.args"], "argument file 'no/such.args' does not exist"),
+    "sft": (["--sft"], "--sft is not supported"),
+    "misspelt flag": (["--tensor-modle-parallel-size", "2"], "did you mean --tensor-model-parallel-size?"),
+    "megatron's own": (["--num-attention-heads", "3"], "Megatron refuses these arguments"),
+    "tokenizer": (["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "no.model"], "no.model does not"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_gets_one_sentence_from_the_first_rank_only(forker: Forker, tmp_path: Path, name: str) -> None:
+    flags, sentence = BAD_INPUT[name]
+    result = train(forker, 2, tmp_path, *flags)
+    assert result.statuses == [2, 2], result.logs[0]
+    told = [
+        line for line in result.logs[0].splitlines() if line.startswith("megatron_elas: ") and "so this run" not in line
+    ]
+    assert len(told) == 1
+    assert sentence in told[0]
+    assert "Traceback" not in result.logs[0]
+    assert "megatron_elas" not in result.logs[1]
+
+
+def test_a_missing_data_file_is_named(forker: Forker, tmp_path: Path) -> None:
+    argv = [*TINY, *STEPS, "--data-path", "/no/such/text", "--tokenizer-type", "NullTokenizer", "--vocab-size", "64"]
+    result = forker.run(1, ENTRY, tmp_path, str(tmp_path), argv)
+    assert result.statuses == [2]
+    assert "data file /no/such/text.bin does not exist" in result.logs[0]
+
+
+def test_no_data_at_all_is_refused(forker: Forker, tmp_path: Path) -> None:
+    argv = [*TINY, *STEPS, "--tokenizer-type", "NullTokenizer", "--vocab-size", "64"]
+    result = forker.run(1, ENTRY, tmp_path, str(tmp_path), argv)
+    assert result.statuses == [2]
+    assert "no training data" in result.logs[0]
