@@ -16,8 +16,10 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -207,8 +209,9 @@ def training_lines(files: Sequence[Path], max_mb: float) -> Iterator[str]:
 
 def load_tokenizer(options: argparse.Namespace) -> Any:
     """The tokenizer as Megatron builds it for training."""
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-    from megatron.training.config import TokenizerConfig
+    with warnings.catch_warnings(action="ignore"):  # optional packages that play no part here
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+        from megatron.training.config import TokenizerConfig
 
     config = TokenizerConfig(
         tokenizer_type=options.tokenizer_type, tokenizer_model=str(tokenizer_path(options)), pad_vocab_size=False
@@ -248,9 +251,9 @@ def encode(files: Sequence[Path], options: argparse.Namespace) -> int:
 def training_flags(options: argparse.Namespace) -> list[str]:
     """The flags that train on the result."""
     return [
-        f"--data-path {options.output.resolve()}",
+        f"--data-path {shlex.quote(str(options.output.resolve()))}",
         f"--tokenizer-type {options.tokenizer_type}",
-        f"--tokenizer-model {tokenizer_path(options).resolve()}",
+        f"--tokenizer-model {shlex.quote(str(tokenizer_path(options).resolve()))}",
     ]
 
 

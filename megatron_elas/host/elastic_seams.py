@@ -159,44 +159,52 @@ def _wrap_save_checkpoint(original: Any) -> Any:
     return save_checkpoint
 
 
-def _wrap_data_loader(original: Any) -> Any:
+def _wrap_data_loaders(original: Any) -> Any:
     @functools.wraps(original)
-    def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
+    def build_train_valid_test_data_loaders(build_train_valid_test_datasets_provider: Any) -> Any:
         from megatron.training import get_args
 
-        stock = original(dataset, consumed_samples)
-        if stock is None:
-            return None
         attached, args = attachment(), get_args()
-        split = getattr(getattr(dataset, "split", getattr(dataset, "index_split", None)), "name", "train")
-        train = split not in ("valid", "test")
-        micro_batch_size = args.micro_batch_size if train else args.eval_micro_batch_size
-        batch_size = args.global_batch_size if train else args.eval_global_batch_size
-        num_items = batch_size // micro_batch_size
+        train, valid, test = original(build_train_valid_test_datasets_provider)
+        train_sizes = args.micro_batch_size, args.global_batch_size
+        eval_sizes = args.eval_micro_batch_size, args.eval_global_batch_size
+        train = _make_seekable(attached, "train", train, *train_sizes, args.consumed_train_samples)
+        if valid is not None:
+            valid = [_make_seekable(attached, "valid", v, *eval_sizes, args.consumed_valid_samples) for v in valid]
+        test = _make_seekable(attached, "test", test, *eval_sizes, 0)
+        return train, valid, test
 
-        def items() -> tuple[int, ...]:
-            plan, seat = attached.route.plan, attached.route.seat
-            if train:
-                return plan.items[seat.stage][seat.cell]
-            return share_items(num_items, len(plan.placement.stages[seat.stage]))[seat.cell]
+    return build_train_valid_test_data_loaders
 
-        def observe(ids: tuple[int, ...]) -> None:
-            if attached.observe_samples is not None and attached.counter.step >= 0:
-                attached.observe_samples(attached.counter.step, ids)
 
-        loader = SeekableLoader(
-            dataset=dataset,
-            micro_batch_size=micro_batch_size,
-            batch_size=batch_size,
-            consumed=consumed_samples,
-            items=items,
-            make_loader=functools.partial(_like, stock),
-            observe=observe if train else None,
-        )
-        attached.loaders["train" if train else split] = loader
-        return loader
+def _make_seekable(
+    attached: Attachment, split: str, stock: Any, micro_batch_size: int, batch_size: int, consumed: int
+) -> Any:
+    """A loader over the same dataset that follows the plan; None for None."""
+    if stock is None:
+        return None
+    num_items = batch_size // micro_batch_size
 
-    return build_pretraining_data_loader
+    def items() -> tuple[int, ...]:
+        plan, seat = attached.route.plan, attached.route.seat
+        if split == "train":
+            return plan.items[seat.stage][seat.cell]
+        return share_items(num_items, len(plan.placement.stages[seat.stage]))[seat.cell]
+
+    def observe(ids: tuple[int, ...]) -> None:
+        if attached.observe_samples is not None and attached.counter.step >= 0:
+            attached.observe_samples(attached.counter.step, ids)
+
+    attached.loaders[split] = SeekableLoader(
+        dataset=stock.dataset,
+        micro_batch_size=micro_batch_size,
+        batch_size=batch_size,
+        consumed=consumed,
+        items=items,
+        make_loader=functools.partial(_like, stock),
+        observe=observe if split == "train" else None,
+    )
+    return attached.loaders[split]
 
 
 def _like(stock: Any, batch_sampler: Any) -> Any:
@@ -208,6 +216,7 @@ def _like(stock: Any, batch_sampler: Any) -> Any:
         collate_fn=stock.collate_fn,
         pin_memory=stock.pin_memory,
         worker_init_fn=stock.worker_init_fn,
+        generator=stock.generator,
     )
 
 
@@ -324,11 +333,11 @@ ROWS = (
         _wrap_save_checkpoint,
     ),
     wrap(
-        "elastic.data-loader",
-        "megatron.training.datasets.data_samplers:build_pretraining_data_loader",
-        "(dataset, consumed_samples)",
+        "elastic.data-loaders",
+        "megatron.training.training:build_train_valid_test_data_loaders",
+        "(build_train_valid_test_datasets_provider)",
         "reads the samples that the plan gives this cell, and can go back to the start of a step",
-        _wrap_data_loader,
+        _wrap_data_loaders,
     ),
     wrap(
         "elastic.optimizer-part",

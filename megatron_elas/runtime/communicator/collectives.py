@@ -23,8 +23,9 @@ from megatron_elas.runtime.transport.base import Part
 DIRECT_MEMBERS = 8
 """Largest group in which everybody talks to everybody: (n - 1) links per member and channel."""
 
-SMALL_BYTES = 32 << 10
-"""Up to this size, and for two members up to ``PAIR_BYTES``, whole tensors are exchanged: one round instead of two."""
+SMALL_BYTES = 64 << 10
+"""Up to this size, and for two members up to ``PAIR_BYTES``, everybody gets everything and reduces it: fewer messages
+for more bytes."""
 
 PAIR_BYTES = 512 << 10
 
@@ -65,18 +66,14 @@ def all_reduce(team: Team, tensor_P: Tensor, reduction: Reduction) -> None:
 
 
 def _all_reduce_whole(team: Team, tensor_P: Tensor, reduction: Reduction) -> None:
-    count, own = len(team.members), team.me
-    length = tensor_P.numel()
-    if count == 2:
+    own = team.me
+    if len(team.members) == 2:
         theirs = torch.empty_like(tensor_P)
         peer = team.members[1 - own]
         team.exchange([Part(peer, as_bytes(tensor_P))], [Part(peer, as_bytes(theirs))])
         reduction.reduce((tensor_P, theirs) if own == 0 else (theirs, tensor_P), tensor_P, own)
         return
-    received = scratch(count * length, tensor_P.dtype).view(count, length)
-    shards = list(received.unbind(0))
-    shards[own] = tensor_P
-    all_gather(team, shards, tensor_P)
+    shards = _gather_small(team, tensor_P)
     reduction.reduce(shards, tensor_P, own)
 
 
@@ -158,8 +155,13 @@ def reduce(team: Team, tensor_P: Tensor, root: int, reduction: Reduction) -> Non
 def all_gather(team: Team, outputs: Sequence[Tensor], tensor_P: Tensor) -> None:
     """Bring member i's tensor to everybody's ``outputs[i]``. Own output may be, or overlap, ``tensor_P``."""
     members, own = team.members, team.me
-    _copy(outputs[own], tensor_P)
     count = len(members)
+    size = tensor_P.nbytes
+    if count > 2 and size <= SMALL_BYTES and all(output.nbytes == size for output in outputs):
+        for output, shard in zip(outputs, _gather_small(team, tensor_P), strict=True):
+            output.copy_(shard)
+        return
+    _copy(outputs[own], tensor_P)
     if count <= DIRECT_MEMBERS:
         view = as_bytes(tensor_P)
         others = team.others
@@ -174,6 +176,24 @@ def all_gather(team: Team, outputs: Sequence[Tensor], tensor_P: Tensor) -> None:
             [Part(following, as_bytes(outputs[(own - step) % count]))],
             [Part(preceding, as_bytes(outputs[(own - step - 1) % count]))],
         )
+
+
+def _gather_small(team: Team, tensor_P: Tensor) -> list[Tensor]:
+    """All members' tensors, in member order, in scratch memory. Bruck's algorithm: log2(n) rounds, one message each."""
+    members, own = team.members, team.me
+    count = len(members)
+    rows = scratch(count * tensor_P.numel(), tensor_P.dtype).view(count, -1) if tensor_P.numel() else tensor_P.new_empty(count, 0)
+    rows[0].copy_(tensor_P)
+    view, size = as_bytes(rows), tensor_P.nbytes
+    have = 1  # rows[j] holds the tensor of the member j places behind, for j < have
+    while have < count:
+        more = min(have, count - have)
+        team.exchange(
+            [Part(members[own - have], view[: more * size])],
+            [Part(members[(own + have) % count], view[have * size : (have + more) * size])],
+        )
+        have += more
+    return [rows[(at - own) % count] for at in range(count)]
 
 
 def broadcast(team: Team, tensor_P: Tensor, root: int) -> None:

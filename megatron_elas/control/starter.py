@@ -1,0 +1,141 @@
+"""The agent's handle on its starter process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+from megatron_elas.control.starter_messages import (
+    PreloadFailed,
+    Ready,
+    SignalWorker,
+    Started,
+    StartWorker,
+    WorkerEnded,
+    decode_from_starter,
+    encode_line,
+)
+from megatron_elas.spec.errors import BadUsage, ElasticError
+
+MAX_LINE_BYTES = 1 << 20
+CLOSE_TIMEOUT_S = 5.0
+"""For the starter to kill and reap its workers."""
+
+
+class Starter:
+    """Starts and signals workers, and says when they end. Make it with ``launch``."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        on_end: Callable[[WorkerEnded], None],
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._on_end = on_end
+        self._running: set[int] = set()
+        self._pids: dict[int, int] = {}
+        self._reading: asyncio.Task[None] | None = None
+
+    @staticmethod
+    async def launch(
+        *, preload: str | None, environ: Mapping[str, str], on_end: Callable[[WorkerEnded], None]
+    ) -> Starter:
+        """Start the process and wait until it has preloaded.
+
+        Args:
+            preload: ``module:function`` to call before the first fork, or None.
+            environ: Environment while preloading; workers bring their own.
+            on_end: Called on the event loop, once per worker that was started.
+
+        Raises:
+            BadUsage: Preloading failed; its traceback is on standard error.
+        """
+        ours, theirs = socket.socketpair()
+        arguments = [str(theirs.fileno()), str(os.getpid()), *([preload] if preload else [])]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "megatron_elas.control.starter_process",
+            *arguments,
+            pass_fds=[theirs.fileno()],
+            env=dict(environ),
+            stdin=asyncio.subprocess.DEVNULL,
+            process_group=0,
+        )
+        theirs.close()
+        reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
+        starter = Starter(process, reader, writer, on_end)
+        try:
+            await starter._wait_ready()
+        except BaseException:
+            await starter.close()
+            raise
+        starter._reading = asyncio.create_task(starter._read())
+        return starter
+
+    async def _wait_ready(self) -> None:
+        line = await self._reader.readline()
+        if not line:
+            status = await self._process.wait()
+            raise ElasticError(f"the starter process ended with status {status} while preloading: see its output above")
+        match decode_from_starter(line):
+            case PreloadFailed(sentence=sentence):
+                raise BadUsage(f"{sentence}: check --preload, or leave it out")
+            case answer:
+                assert isinstance(answer, Ready), answer
+
+    @property
+    def running(self) -> frozenset[int]:
+        """Workers that were started and did not end."""
+        return frozenset(self._running)
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """Process ids by worker, ended ones included."""
+        return self._pids
+
+    def start(self, request: StartWorker) -> None:
+        """Start a worker. Its end is reported like any other, also when it cannot run."""
+        self._running.add(request.worker)
+        self._writer.write(encode_line(request))
+
+    def send_signal(self, worker: int, signum: int) -> None:
+        """Signal a worker, if it still runs."""
+        if worker in self._running:
+            self._writer.write(encode_line(SignalWorker(worker=worker, signum=signum)))
+
+    async def _read(self) -> None:
+        while line := await self._reader.readline():
+            match decode_from_starter(line):
+                case Started(worker=worker, pid=pid):
+                    self._pids[worker] = pid
+                case WorkerEnded() as end:
+                    self._running.discard(end.worker)
+                    self._on_end(end)
+                case answer:
+                    raise AssertionError(f"the starter cannot say {answer} now")
+        # The starter itself was killed, and took its workers along.
+        for worker in sorted(self._running):
+            self._running.discard(worker)
+            self._on_end(WorkerEnded(worker=worker, status=-signal.SIGKILL, at_s=time.time()))
+
+    async def close(self) -> None:
+        """Kill what still runs and wait until it is gone."""
+        self._writer.close()
+        if self._reading is not None:
+            self._reading.cancel()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()

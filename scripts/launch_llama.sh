@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Start pretraining of a Llama on this node: launch_llama.sh MODEL [more flags of pretrain_gpt]
+# launch_llama_*.sh set the defaults for one model. The same line starts every node of a job.
+#
+#   WORKERS        workers on this node, one per accelerator
+#   TP, PP         tensor and pipeline parallelism; the rest of all workers is data parallelism
+#   MBS, GBS       samples in a micro-batch and in a global batch
+#   TRAIN_ITERS    steps
+#   DATA           .args file that prepare_data.py wrote (default: mock data of MOCK_VOCAB tokens)
+#   ELASTIC        "no" trains with stock Megatron   (default yes)
+#   NNODES         nodes of the job                  (default 1)
+#   RDZV_ENDPOINT  host:port of the first node; needed for more than one
+#   PYTHON         interpreter                       (default python3)
+set -euo pipefail
+
+die() {
+    echo "megatron_elas: $*" >&2
+    exit 2
+}
+
+model=${1:-}
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+[ -f "$repo/configs/llama/$model.args" ] ||
+    die "there is no model '$model': give one of $(cd "$repo/configs/llama" && echo *.args | sed 's/\.args//g')"
+shift
+
+nodes=(--nnodes "${NNODES:-1}")
+if [ "${NNODES:-1}" != 1 ]; then
+    [ -n "${RDZV_ENDPOINT:-}" ] || die "NNODES is $NNODES: set RDZV_ENDPOINT to host:port of the first node"
+    nodes+=(--rdzv-endpoint "$RDZV_ENDPOINT")
+fi
+
+if [ -n "${DATA:-}" ]; then
+    [ -f "$DATA" ] || die "data file '$DATA' does not exist: set DATA to the .args file that prepare_data.py wrote"
+    data=("@$(realpath "$DATA")")
+else
+    data=(--mock-data --tokenizer-type NullTokenizer --vocab-size "${MOCK_VOCAB:-32000}")
+fi
+
+elastic=(--elastic)
+[ "${ELASTIC:-yes}" = yes ] || elastic=()
+
+export PYTHONPATH=$repo${PYTHONPATH:+:$PYTHONPATH}
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # Megatron asks for it up to Hopper
+exec "${PYTHON:-python3}" -m megatron_elas.cli.elasrun "${nodes[@]}" --nproc-per-node "${WORKERS:-8}" \
+    -m megatron_elas.pretrain_gpt "@$repo/configs/llama/$model.args" "${data[@]}" "${elastic[@]}" \
+    --tensor-model-parallel-size "${TP:-1}" --pipeline-model-parallel-size "${PP:-1}" \
+    --micro-batch-size "${MBS:-1}" --global-batch-size "${GBS:-256}" --train-iters "${TRAIN_ITERS:-1000}" "$@"

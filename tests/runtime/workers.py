@@ -1,0 +1,93 @@
+"""Forked workers for tests of the data plane: small, without launcher and controller."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import select
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+_PR_SET_PDEATHSIG = 1
+
+KILLED = "killed"
+"""Result of a worker that ended by SIGKILL."""
+
+
+def run_workers(count: int, function: Callable[..., Any], *args: Any, timeout_s: float = 40.0) -> list[Any]:
+    """Run ``function(worker, *args)`` in ``count`` forked processes and give what they returned, by worker.
+
+    Raises:
+        AssertionError: A worker raised (its traceback is in the text) or was not done in time.
+    """
+    pids, pipes = [], []
+    for worker in range(count):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(reader)
+            _become_worker(writer, function, worker, args)
+        os.close(writer)
+        pids.append(pid)
+        pipes.append(reader)
+    deadline = time.monotonic() + timeout_s
+    try:
+        outcomes = _read_all(pipes, deadline)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)  # a zombie does not mind; stopped ones end too
+            os.waitpid(pid, 0)
+        for reader in pipes:
+            os.close(reader)
+    failures = [f"worker {at}: {text}" for at, (kind, text) in enumerate(outcomes) if kind == "raised"]
+    assert not failures, "\n".join(failures)
+    return [value for _, value in outcomes]
+
+
+def _read_all(pipes: list[int], deadline: float) -> list[tuple[str, Any]]:
+    chunks: dict[int, list[bytes]] = {fd: [] for fd in pipes}
+    poller = select.poll()
+    for fd in pipes:
+        poller.register(fd, select.POLLIN)
+    waiting = set(pipes)
+    while waiting:
+        left_s = deadline - time.monotonic()
+        ready = poller.poll(max(0, left_s) * 1e3)
+        if not ready:
+            break
+        for fd, _ in ready:
+            data = os.read(fd, 1 << 20)
+            chunks[fd].append(data)
+            if not data:
+                poller.unregister(fd)
+                waiting.discard(fd)
+    outcomes: list[tuple[str, Any]] = []
+    for fd in pipes:
+        data = b"".join(chunks[fd])
+        if data:
+            outcomes.append(pickle.loads(data))
+        elif fd in waiting:
+            outcomes.append(("raised", "not done in time"))
+        else:
+            outcomes.append(("returned", KILLED))
+    return outcomes
+
+
+def _become_worker(writer: int, function: Callable[..., Any], worker: int, args: tuple[Any, ...]) -> NoReturn:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    status = 1
+    try:
+        try:
+            outcome = ("returned", function(worker, *args))
+            status = 0
+        except BaseException:
+            outcome = ("raised", traceback.format_exc())
+        data = memoryview(pickle.dumps(outcome))
+        while data:
+            data = data[os.write(writer, data) :]
+    finally:
+        os._exit(status)
