@@ -233,7 +233,6 @@ def tokenizer_path(options: argparse.Namespace) -> Path:
 
 def encode(files: Sequence[Path], options: argparse.Namespace) -> int:
     """Write the .bin/.idx pair. Gives the number of tokens."""
-    import torch
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     tokenizer = load_tokenizer(options)
@@ -242,7 +241,7 @@ def encode(files: Sequence[Path], options: argparse.Namespace) -> int:
         builder = IndexedDatasetBuilder(str(data), dtype=DType.optimal_dtype(tokenizer.vocab_size))
         for file in files:
             ids = [*tokenizer.tokenize(read_text(file)), tokenizer.eod]
-            builder.add_document(torch.tensor(ids, dtype=torch.int64), [len(ids)])
+            builder.add_document(ids, [len(ids)])
             num_tokens += len(ids)
         builder.finalize(str(index))
     return num_tokens

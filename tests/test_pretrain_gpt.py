@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +21,7 @@ ENTRY = "tests.training_jobs:run_entry"
 STEPS = ["--train-iters", "3"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def forker() -> Iterator[Forker]:
     with running_forker() as running:
         yield running
@@ -45,7 +47,14 @@ def states(folder: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("grid", [(1, 2), (2, 1), (1, 1)], ids=["pp2dp2", "tp2dp2", "dp4"])
+@pytest.mark.parametrize(
+    "grid",
+    [
+        pytest.param((1, 2), id="pp2dp2"),
+        pytest.param((2, 1), id="tp2dp2", marks=pytest.mark.slow),
+        pytest.param((1, 1), id="dp4", marks=pytest.mark.slow),
+    ],
+)
 def test_a_tiny_model_learns_on_four_cpu_workers(
     forker: Forker, tmp_path: Path, grid: tuple[int, int], precision: list[str]
 ) -> None:
@@ -58,7 +67,9 @@ def test_a_tiny_model_learns_on_four_cpu_workers(
     assert found[2] < found[0]
 
 
-@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param([], id="fp32"), pytest.param(["--bf16"], id="bf16", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("grid", [(1, 2), (2, 1)], ids=["pp2", "tp2"])
 def test_without_elastic_a_run_is_bit_for_bit_that_of_a_plain_use_of_megatron(
     forker: Forker, tmp_path: Path, grid: tuple[int, int], precision: list[str]
@@ -83,9 +94,12 @@ def test_without_elastic_a_run_is_bit_for_bit_that_of_megatrons_own_script(forke
     stock = train(forker, 2, tmp_path / "stock", "--hidden-dropout", "0.1", *CPU_FLAGS, target=target, root=root)
     assert ours.statuses == stock.statuses == [0, 0], ours.logs[0] + stock.logs[0]
     assert losses(ours) == losses(stock)
+    assert len(losses(ours)) == 3
     assert states(tmp_path / "ours") == states(tmp_path / "stock")
+    assert all(len(state) > 10 for state in states(tmp_path / "ours"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_the_run_it_came_from(forker: Forker, tmp_path: Path) -> None:
     folder, five = str(tmp_path / "checkpoint"), ["--train-iters", "5", "--ckpt-format", "torch_dist"]
     save = ["--save", folder, "--save-interval", "2", "--exit-interval", "2"]
@@ -106,6 +120,28 @@ def test_dropout_stays_equal_on_all_lanes_of_a_tensor_parallel_group(forker: For
     norms = [name for name in first if name.endswith("layernorm.weight")]
     assert norms
     assert [first[name] for name in norms] == [second[name] for name in norms]
+
+
+@pytest.mark.slow
+def test_sequence_parallelism_changes_nothing_in_the_losses(forker: Forker, tmp_path: Path) -> None:
+    flags = ["--tensor-model-parallel-size", "2"]
+    plain = train(forker, 2, tmp_path / "plain", *flags)
+    sequence = train(forker, 2, tmp_path / "sequence", *flags, "--sequence-parallel")
+    assert plain.statuses == sequence.statuses == [0, 0], sequence.logs[0]
+    found, expected = ([float(line.split()[0]) for line in losses(result)] for result in (sequence, plain))
+    # Norms see half of a sequence per rank, so their gradients are summed in another order.
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert len(found) == 3
+
+
+@pytest.mark.slow
+def test_the_module_runs_alone_without_a_launcher() -> None:
+    environ = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_elas.pretrain_gpt", *TINY, *STEPS, *MOCK_DATA]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "megatron_elas: no accelerator here, so this run has --transformer-impl local" in ran.stdout
+    assert ran.stdout.count("lm loss: ") == 3
 
 
 def test_a_preloaded_process_has_one_thread_when_it_forks(forker: Forker, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from megatron_elas.control.messages import KillWorker, StopAll, ToAgent, Welcome, WorkerExited
 from megatron_elas.control.starter import Starter
@@ -15,73 +15,100 @@ logger = logging.getLogger(__name__)
 
 
 class Agent:
-    """Obeys the controller. Where that is, and how its orders come, is its owner's business."""
+    """Obeys the controller. Where that is, and how orders and news travel, is its owner's business.
 
-    def __init__(self, *, starter: Starter, grace_s: float) -> None:
-        self._starter = starter
+    Make it with ``launch``, end it with ``close``.
+    """
+
+    def __init__(self, *, grace_s: float, report: Callable[[WorkerExited], None]) -> None:
         self._grace_s = grace_s
+        self._report = report
+        self._starter: Starter | None = None
         self._killing: asyncio.TimerHandle | None = None
-        self._stopped: asyncio.Future[StopAll] = asyncio.get_running_loop().create_future()
-        self.first_failure: int | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.order_to_stop: asyncio.Future[StopAll] = asyncio.get_running_loop().create_future()
+        """Set by the first ``StopAll``."""
+        self.first_failure = 0
         """Exit status of the first worker that did not end with 0."""
+
+    @staticmethod
+    async def launch(
+        *, preload: str | None, environ: Mapping[str, str], grace_s: float, report: Callable[[WorkerExited], None]
+    ) -> Agent:
+        """Start the process that workers come from, and let it preload.
+
+        Args:
+            preload: ``module:function``, or None.
+            environ: Environment while preloading.
+            grace_s: Between asking workers to end and killing them.
+            report: Called on the event loop when a worker has ended.
+
+        Raises:
+            BadUsage: Preloading failed.
+        """
+        agent = Agent(grace_s=grace_s, report=report)
+        agent._starter = await Starter.launch(preload=preload, environ=environ, on_end=agent._note_end)
+        return agent
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Workers whose process has not ended, ascending."""
+        return tuple(sorted(self._starter.running)) if self._starter is not None else ()
 
     def start(self, requests: Iterable[StartWorker]) -> None:
         """Start workers."""
+        assert self._starter is not None, "the agent was launched"
         for request in requests:
+            self._idle.clear()
             self._starter.start(request)
 
     def obey(self, order: ToAgent) -> None:
         """Carry an order of the controller out."""
         match order:
             case KillWorker(worker=worker):
-                self._starter.send_signal(worker, signal.SIGKILL)
-            case StopAll():
-                if not self._stopped.done():
-                    self._stopped.set_result(order)
-                self.stop(order.signum)
+                self._send_signal(signal.SIGKILL, [worker])
+            case StopAll(signum=signum):
+                if not self.order_to_stop.done():
+                    self.order_to_stop.set_result(order)
+                self.stop(signum)
             case Welcome():
                 pass
 
     def stop(self, signum: int) -> None:
-        """Ask all workers to end; after the grace period, or when asked twice, kill them."""
+        """Ask all workers to end; after the grace period, or when asked again, kill them."""
         if self._killing is not None:
-            self.kill()
+            self._kill()
             return
-        self._signal_all(signum)
-        self._killing = asyncio.get_running_loop().call_later(self._grace_s, self.kill)
+        # A stopped process acts on no signal but SIGKILL until it is continued.
+        self._send_signal(signum, self.running)
+        self._send_signal(signal.SIGCONT, self.running)
+        self._killing = asyncio.get_running_loop().call_later(self._grace_s, self._kill)
 
-    def kill(self) -> None:
-        """End all workers now."""
-        if self._starter.running:
-            logger.warning("killing workers %s", sorted(self._starter.running))
-        self._signal_all(signal.SIGKILL)
+    def _kill(self) -> None:
+        if self.running:
+            logger.warning("workers %s did not end by themselves: killing them", list(self.running))
+        self._send_signal(signal.SIGKILL, self.running)
 
-    def _signal_all(self, signum: int) -> None:
-        for worker in sorted(self._starter.running):
-            self._starter.send_signal(worker, signum)
-            # A stopped process acts on no signal but SIGKILL until it is continued.
-            self._starter.send_signal(worker, signal.SIGCONT)
+    def _send_signal(self, signum: int, workers: Iterable[int]) -> None:
+        if self._starter is not None:
+            for worker in workers:
+                self._starter.send_signal(worker, signum)
 
-    def note_end(self, end: WorkerEnded) -> None:
-        """A worker ended."""
-        if end.status != 0 and self.first_failure is None:
+    def _note_end(self, end: WorkerEnded) -> None:
+        if end.status != 0 and self.first_failure == 0:
             self.first_failure = end.status
+        if not self.running:
+            self._idle.set()
+        self._report(WorkerExited(worker=end.worker, status=end.status, at_s=end.at_s))
 
-    async def wait_stopped(self) -> StopAll:
-        """The order to stop, once it comes."""
-        return await asyncio.shield(self._stopped)
+    async def wait_idle(self) -> None:
+        """Until no worker runs."""
+        await self._idle.wait()
 
     async def close(self) -> None:
         """End everything that is left."""
         if self._killing is not None:
             self._killing.cancel()
-        await self._starter.close()
-
-
-def report_to(report: Callable[[WorkerExited], None]) -> Callable[[WorkerEnded], None]:
-    """What turns the starter's news into the controller's message."""
-
-    def tell(end: WorkerEnded) -> None:
-        report(WorkerExited(worker=end.worker, status=end.status, at_s=end.at_s))
-
-    return tell
+        if self._starter is not None:
+            await self._starter.close()

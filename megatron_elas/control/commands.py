@@ -26,6 +26,11 @@ class TellAgent:
     message: ToAgent
 
 
+@dataclass(frozen=True, slots=True)
+class WelcomeAgents:
+    """All nodes are there: have every agent start its workers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MakePlan:
     """Ask the planner, without delaying anything else; answered by ``PlanMade`` or ``PlanRefused``."""
@@ -65,4 +70,4 @@ class EndJob:
     sentence: str
 
 
-Command = Tell | TellAgent | MakePlan | ShowRecovery | Note | EndJob
+Command = Tell | TellAgent | WelcomeAgents | MakePlan | ShowRecovery | Note | EndJob

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from megatron_elas.control import joining, recovering
+from megatron_elas.control import ending, joining, recovering
 from megatron_elas.control.commands import Note
 from megatron_elas.control.ending import Step, describe_status, dismiss, end_if_empty, finish, stop
 from megatron_elas.control.events import AgentLost, Event, PlanMade, PlanRefused, Terminate, Tick, WorkerSilent
@@ -211,6 +211,8 @@ def _check_deadlines(state: State, now: float) -> Step:
             return joining.check_deadline(state, now)
         case Settling():
             return recovering.check_deadline(state, now)
+        case Stopping():
+            return ending.check_deadline(state, now)
         case _:
             return state, ()
 

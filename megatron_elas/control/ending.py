@@ -34,6 +34,17 @@ def end_if_empty(state: Stopping) -> Step:
     return ended, (EndJob(exit_code=state.exit_code, sentence=state.sentence),)
 
 
+def check_deadline(state: Stopping, now: float) -> Step:
+    """End without agents that should long have killed their workers."""
+    if state.deadline_s is None:
+        return replace(state, deadline_s=now + 2 * state.roster.launch.timeouts.grace_s), ()
+    if now < state.deadline_s:
+        return state, ()
+    note = Note(text=f"workers {list(state.roster.remaining)} were not reported to have ended", warning=True)
+    ended, commands = end_if_empty(replace(state, roster=replace(state.roster, agents=frozenset())))
+    return ended, (note, *commands)
+
+
 def finish(roster: Roster) -> Step:
     """The job is done: every process that was not lost ended well."""
     message = StopAll(exit_code=ExitCode.FINISHED, sentence="")

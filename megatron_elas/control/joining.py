@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_elas.control.commands import MakePlan, Note, Tell
+from megatron_elas.control.commands import MakePlan, Note, Tell, WelcomeAgents
 from megatron_elas.control.ending import Step, describe_status, exit_code_of, finish, stop
 from megatron_elas.control.messages import PROTOCOL_VERSION, AgentHello, Hello, Start
 from megatron_elas.control.states import Gathering, Roster, Running
@@ -36,10 +36,11 @@ def find_agent_problem(roster: Roster, hello: AgentHello) -> str | None:
 
 
 def agent_joined(state: Gathering, hello: AgentHello, now: float) -> Step:
-    """Remember the node. The first one starts the clock for the others."""
+    """Remember the node. The first one starts the clock for the others, the last one the workers."""
     roster = replace(state.roster, agents=state.roster.agents | {hello.node})
     deadline_s = state.deadline_s or now + roster.launch.timeouts.join_timeout_s
-    return replace(state, roster=roster, deadline_s=deadline_s), ()
+    complete = len(roster.agents) == roster.launch.nnodes
+    return replace(state, roster=roster, deadline_s=deadline_s), (WelcomeAgents(),) if complete else ()
 
 
 def worker_joined(state: Gathering, hello: Hello, now: float) -> Step:

@@ -140,7 +140,7 @@ class Stop(Message, kw_only=True):
 
 
 class AgentHello(Message, kw_only=True):
-    """First message of an agent. Answered by ``Welcome``, or by ``StopAll`` when it does not fit."""
+    """First message of an agent. Answered by ``StopAll`` when it does not fit."""
 
     version: int = PROTOCOL_VERSION
     node: int
@@ -149,7 +149,7 @@ class AgentHello(Message, kw_only=True):
 
 
 class Welcome(Message, kw_only=True):
-    """What an agent must know before it starts its workers."""
+    """All agents joined: start your workers, telling them this."""
 
     master_address: str
     master_port: int

@@ -23,7 +23,7 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
 
     run_id: str
     pid: int
-    """Of the launcher."""
+    """Of the launcher; the folder is stale when it is gone."""
     started_s: float
     address: str
     token: str

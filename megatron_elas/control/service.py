@@ -18,7 +18,7 @@ from websockets.asyncio.server import Server, ServerConnection, broadcast, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from megatron_elas.control.commands import Command, EndJob, MakePlan, Note, ShowRecovery, Tell, TellAgent
+from megatron_elas.control.commands import Command, EndJob, MakePlan, Note, ShowRecovery, Tell, TellAgent, WelcomeAgents
 from megatron_elas.control.controller import initial_state, step
 from megatron_elas.control.events import AgentLost, Event, PlanMade, PlanRefused, Tick, WorkerSilent
 from megatron_elas.control.health import Health
@@ -51,6 +51,9 @@ from megatron_elas.planner.plan import initial_plan, replan
 from megatron_elas.spec.errors import ElasticError, ExitCode
 
 logger = logging.getLogger(__name__)
+
+LAST_WORDS_S = 1.0
+"""A dead worker's link normally ends at once; a process that inherited it can hold it open."""
 
 PROTOCOL_VIOLATION = 1008
 """WebSocket close code: policy violation."""
@@ -86,7 +89,7 @@ class ControlService:
         Args:
             launch: What was launched.
             token: Shared secret.
-            welcome: Sent to the agents of other nodes.
+            welcome: Sent to all agents when the last one has joined.
             local_agent: Takes messages for node 0's agent, which lives in this process.
             show: Prints a recovery block.
         """
@@ -97,6 +100,7 @@ class ControlService:
         self._state: State = initial_state(launch)
         self._health = Health(launch.timeouts.heartbeat_timeout_s)
         self._workers: dict[int, ServerConnection] = {}
+        self._hung_up: dict[int, asyncio.Event] = {}
         self._agents: dict[int, ServerConnection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         # Wall-clock time for people and for comparison with the workers' marks, that cannot jump.
@@ -189,6 +193,7 @@ class ControlService:
             await connection.send(encode(Stop(exit_code=ExitCode.NOT_STARTED, sentence=sentence)))
             return
         self._workers[worker] = connection
+        self._hung_up[worker] = asyncio.Event()
         self._health.hear(worker, self.now())
         self.apply(hello)
         try:
@@ -198,6 +203,7 @@ class ControlService:
                     raise BadMessage(f"worker {worker} cannot send {type(message).__name__} for {_speaker(message)}")
                 self._hear(worker, message)
         finally:
+            self._hung_up[worker].set()
             if worker in self._state.roster.survivors:
                 self._health.hang_up(worker, self.now())
             else:
@@ -220,7 +226,6 @@ class ControlService:
             await connection.send(encode(StopAll(exit_code=ExitCode.BAD_USAGE, sentence=problem)))
             return
         self._agents[hello.node] = connection
-        broadcast([connection], encode(self._welcome))
         self.apply(hello)
         try:
             async for text in connection:
@@ -233,8 +238,22 @@ class ControlService:
             self.apply(AgentLost(node=hello.node))
 
     def worker_exited(self, message: WorkerExited) -> None:
-        """An agent saw a process end."""
+        """An agent saw a process end.
+
+        A process that ended by itself may have said why (``Finished``, ``Failed``) on its own link, and
+        that may still be unread: it is read first.
+        """
         self._health.forget(message.worker)
+        hung_up = self._hung_up.get(message.worker)
+        if message.status < 0 or hung_up is None or hung_up.is_set():
+            self.apply(message)
+        else:
+            self._spawn(self._apply_after_last_words(message, hung_up))
+
+    async def _apply_after_last_words(self, message: WorkerExited, hung_up: asyncio.Event) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await hung_up.wait()
         self.apply(message)
 
     def _answer(self, request: InjectRequest | StatusRequest) -> Answer:
@@ -259,6 +278,9 @@ class ControlService:
             case TellAgent(node=node, message=order):
                 if node in self._agents:
                     broadcast([self._agents[node]], encode(order))
+            case WelcomeAgents():
+                self._local_agent(self._welcome)
+                broadcast(self._agents.values(), encode(self._welcome))
             case MakePlan():
                 self._spawn(self._run_planner(command))
             case ShowRecovery():

@@ -131,7 +131,9 @@ class Starter:
     async def close(self) -> None:
         """Kill what still runs and wait until it is gone."""
         self._writer.close()
-        if self._reading is not None:
+        if self._reading is None:
+            self._process.kill()  # still preloading: it does not listen, and has no workers
+        else:
             self._reading.cancel()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):

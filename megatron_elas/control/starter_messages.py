@@ -21,7 +21,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- agent -> starter
 
 
-class StartWorker(StarterMessage, kw_only=True):
+class StartWorker(StarterMessage, frozen=True, kw_only=True):
     """Start one worker process."""
 
     worker: int
@@ -35,7 +35,7 @@ class StartWorker(StarterMessage, kw_only=True):
     loaded after the process began."""
 
 
-class SignalWorker(StarterMessage, kw_only=True):
+class SignalWorker(StarterMessage, frozen=True, kw_only=True):
     """Send a signal to a worker, if it still runs."""
 
     worker: int
@@ -45,24 +45,24 @@ class SignalWorker(StarterMessage, kw_only=True):
 # ---------------------------------------------------------------- starter -> agent
 
 
-class Ready(StarterMessage, kw_only=True):
+class Ready(StarterMessage, frozen=True, kw_only=True):
     """Preloading is done."""
 
 
-class PreloadFailed(StarterMessage, kw_only=True):
+class PreloadFailed(StarterMessage, frozen=True, kw_only=True):
     """The function to preload raised; the starter ends."""
 
     sentence: str
 
 
-class Started(StarterMessage, kw_only=True):
+class Started(StarterMessage, frozen=True, kw_only=True):
     """A worker runs."""
 
     worker: int
     pid: int
 
 
-class WorkerEnded(StarterMessage, kw_only=True):
+class WorkerEnded(StarterMessage, frozen=True, kw_only=True):
     """A worker ended. ``status`` is its exit code, or minus the signal number."""
 
     worker: int

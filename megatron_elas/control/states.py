@@ -198,6 +198,8 @@ class Stopping:
     roster: Roster
     exit_code: int
     sentence: str
+    deadline_s: float | None = None
+    """For agents that do not answer; counts from the first tick."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ def become_worker(request: StartWorker, starter_pid: int) -> NoReturn:
         _exec_python(request.target)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=True)
+            stream.reconfigure(line_buffering=True)  # a line is one write, and is out when the worker dies
     _end(_run(request.target))
 
 

@@ -54,7 +54,7 @@ class ElasticWorker(Protocol):
         """Leave the job after a successful end."""
 
     def fail(self, error: ElasticError) -> None:
-        """Leave the job because of an error."""
+        """Leave the job because of an error, if it was joined."""
 
 
 def run(
@@ -108,6 +108,8 @@ def _complete_arguments() -> tuple[argparse.Namespace, Any]:
     try:
         args = parse_and_validate_args(extra_args_provider=add_entry_arguments, args_defaults=TOKENIZER_DEFAULT)
         return args, pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    except ElasticError:
+        raise
     except (AssertionError, ValueError, ImportError) as error:
         # An assertion without a text is told by its source line.
         line = traceback.extract_tb(error.__traceback__)[-1].line
@@ -125,17 +127,16 @@ def _train_stock() -> None:
 def _train_elastic(worker: ElasticWorker) -> None:
     """The same with the elastic worker around it."""
     args, container = _complete_arguments()
-    extra = worker.prepare(args)
     try:
-        try:
-            _call_pretrain(pretrain, container, **extra)
-        except SystemExit as stop:
-            if stop.code not in (None, 0):
-                raise
-        worker.finish()
+        _call_pretrain(pretrain, container, **worker.prepare(args))
     except ElasticError as error:
         worker.fail(error)
         raise
+    except SystemExit as stop:
+        if stop.code in (None, 0):
+            worker.finish()
+        raise
+    worker.finish()
 
 
 def _call_pretrain(start: Callable[..., None], container: Any, **extra: Any) -> None:

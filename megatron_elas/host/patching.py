@@ -167,22 +167,25 @@ def apply(rows: Sequence[Seam]) -> Applied:
         WrongVersion: A row does not match; nothing was changed.
         ValueError: Two rows own one symbol, or the symbol is already patched; nothing was changed.
     """
-    patches = [row for row in rows if row.build is not None]
+    patches = tuple(row for row in rows if row.build is not None)
     _refuse_second_owners(patches)
     require(rows)
-    installed: dict[str, Any] = {}
-    rebound: dict[int, Any] = {}
+    targets = {row.symbol: _locate(row.symbol) for row in patches}
+    substitutes = {row.symbol: row.build(targets[row.symbol].original) for row in patches if row.build is not None}
+    holders = _find_globals([*(target.original for target in targets.values()), *substitutes.values()])
     for row in patches:
-        assert row.build is not None
-        target = _locate(row.symbol)
-        substitute = row.build(target.original)
-        setattr(target.owner, target.name, _wrap_descriptor(substitute, target.stored))
+        target = targets[row.symbol]
+        setattr(target.owner, target.name, _wrap_descriptor(substitutes[row.symbol], target.stored))
         _active[row.symbol] = (row.id, target)
-        installed[row.symbol] = substitute
+    touched = []
+    for symbol, target in targets.items():
         if isinstance(target.owner, types.ModuleType):
-            rebound[id(target.original)] = substitute
-    touched = _rebind(rebound)
-    return Applied(rows=tuple(patches), substitutes=installed, touched=touched)
+            for module, name in holders[id(target.original)]:
+                if (module, name) != (target.owner, target.name):
+                    setattr(module, name, substitutes[symbol])
+                    touched.append(f"{module.__name__}.{name}")
+    own = tuple(place for substitute in substitutes.values() for place in holders[id(substitute)])
+    return Applied(rows=patches, substitutes=substitutes, touched=tuple(touched), own=own)
 
 
 def apply_missing(rows: Sequence[Seam]) -> Applied:
@@ -199,6 +202,8 @@ class Applied(contextlib.AbstractContextManager["Applied"]):
     """By symbol."""
     touched: tuple[str, ...]
     """``module.name`` of every copy that a module had imported by value and that was rebound too."""
+    own: tuple[tuple[types.ModuleType, str], ...]
+    """Globals that held a substitute before: where it is defined, or came from. ``revert`` leaves them."""
 
     def __enter__(self) -> Self:
         return self
@@ -212,21 +217,21 @@ class Applied(contextlib.AbstractContextManager["Applied"]):
 
     def revert(self) -> None:
         """Give every name back what it held, also in modules that imported a substitute since. Harmless twice."""
-        rebound: dict[int, Any] = {}
-        for row in reversed(self.rows):
-            if not is_applied(row):
-                continue
+        reverted = [row for row in reversed(self.rows) if is_applied(row)]
+        holders = _find_globals([self.substitutes[row.symbol] for row in reverted])
+        for row in reverted:
             _, target = _active.pop(row.symbol)
             if target.stored is _ABSENT:
                 delattr(target.owner, target.name)
             else:
                 setattr(target.owner, target.name, target.stored)
             if isinstance(target.owner, types.ModuleType):
-                rebound[id(self.substitutes[row.symbol])] = target.original
-        _rebind(rebound)
+                for module, name in holders[id(self.substitutes[row.symbol])]:
+                    if (module, name) not in self.own:
+                        setattr(module, name, target.original)
 
 
-def _refuse_second_owners(patches: Sequence[Seam]) -> None:
+def _refuse_second_owners(patches: Iterable[Seam]) -> None:
     owners = {symbol: id for symbol, (id, _) in _active.items()}
     for row in patches:
         if row.symbol in owners:
@@ -284,14 +289,12 @@ def _wrap_descriptor(substitute: Any, stored: Any) -> Any:
     return substitute
 
 
-def _rebind(replacements: dict[int, Any]) -> tuple[str, ...]:
-    """Rebind module globals that hold a key's object (by ``id``) to its value. One pass over ``sys.modules``."""
-    touched = []
-    if replacements:
-        for module_name, module in list(sys.modules.items()):
-            if isinstance(module, types.ModuleType):
-                for name, value in list(vars(module).items()):
-                    if id(value) in replacements:
-                        setattr(module, name, replacements[id(value)])
-                        touched.append(f"{module_name}.{name}")
-    return tuple(touched)
+def _find_globals(values: Sequence[Any]) -> dict[int, list[tuple[types.ModuleType, str]]]:
+    """Which modules hold which of the values in a global, by the value's ``id``. One pass over ``sys.modules``."""
+    holders: dict[int, list[tuple[types.ModuleType, str]]] = {id(value): [] for value in values}
+    for module in list(sys.modules.values()) if holders else ():
+        if isinstance(module, types.ModuleType):
+            for name, value in list(vars(module).items()):
+                if id(value) in holders:
+                    holders[id(value)].append((module, name))
+    return holders

@@ -15,6 +15,7 @@ ROW_MODULES = (
     "megatron_elas.host.gpt_seams",
     "megatron_elas.host.cpu_fixes",
     "megatron_elas.host.upstream_fixes",
+    "megatron_elas.host.elastic_seams",
 )
 """Host modules with a tuple ``ROWS``."""
 

@@ -231,13 +231,13 @@ class Session:
         announcement = control.wait_quiesce(state.plan.epoch, idle=idle)
         self._transport.cancel()  # also ends what is in flight after a link broke
         self._groups.drain()
+        self._groups.clear_pending()  # or the groups would stay silent during the recovery
         self._replicator.drain()
         unwound_s = time.time()
         holdings = state.holdings()
         control.settled(SettleReport(worker=self.worker, epoch=announcement.epoch, step=step, holdings=holdings))
         report = executor.apply(control.wait_recover(announcement.epoch))
         report.marks_s["quiesce"] = unwound_s
-        self._groups.clear_pending()
         self._lead = max(self._lead, executor.lead_step)
         seated = state.stores[state.plan.epoch][1] is not None
         if seated:

@@ -89,13 +89,13 @@ def parse_fault(text: str) -> Fault:
     kind, colon, rest = text.strip().partition(":")
     who, at, where = rest.partition("@")
     if not (colon and at):
-        raise BadUsage(f"fault '{text}' cannot be read: {GRAMMAR}")
+        raise BadUsage(f"fault {text!r} cannot be read: {GRAMMAR}")
     fields = _read_fields(text, [who, *where.split(",")])
     unknown = sorted(fields.keys() - {"worker", "step", "phase", "microbatch"})
     missing = [name for name in ("worker", "step", "phase") if name not in fields]
     if unknown or missing:
         problem = f"unknown field {unknown[0]}" if unknown else f"{missing[0]} is missing"
-        raise BadUsage(f"fault '{text}': {problem}: {GRAMMAR}")
+        raise BadUsage(f"fault {text!r}: {problem}: {GRAMMAR}")
     return Fault(
         kind=_read_choice(text, "kind", FaultKind, kind),
         worker=_read_count(text, "worker", fields["worker"]),
@@ -124,16 +124,16 @@ def _read_fields(text: str, pairs: Iterable[str]) -> dict[str, str]:
     for pair in pairs:
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not (name and equals and value):
-            raise BadUsage(f"fault '{text}': '{pair}' is not name=value: {GRAMMAR}")
+            raise BadUsage(f"fault {text!r}: {pair!r} is not name=value: {GRAMMAR}")
         if name in fields:
-            raise BadUsage(f"fault '{text}': {name} is given twice: {GRAMMAR}")
+            raise BadUsage(f"fault {text!r}: {name} is given twice: {GRAMMAR}")
         fields[name] = value
     return fields
 
 
 def _read_count(text: str, name: str, value: str) -> int:
     if not (value.isascii() and value.isdigit()):
-        raise BadUsage(f"fault '{text}': {name} must be a number from 0 up, got '{value}': {GRAMMAR}")
+        raise BadUsage(f"fault {text!r}: {name} must be a number from 0 up, got {value!r}: {GRAMMAR}")
     return int(value)
 
 
@@ -141,4 +141,4 @@ def _read_choice[C: enum.StrEnum](text: str, name: str, choices: type[C], value:
     try:
         return choices(value.strip())
     except ValueError:
-        raise BadUsage(f"fault '{text}': unknown {name} '{value}': {GRAMMAR}") from None
+        raise BadUsage(f"fault {text!r}: unknown {name} {value!r}: {GRAMMAR}") from None

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from megatron_elas.control.commands import MakePlan, Note, ShowRecovery, Tell, TellAgent
+from megatron_elas.control.commands import MakePlan, Note, ShowRecovery, Tell, TellAgent, WelcomeAgents
 from megatron_elas.control.events import AgentLost, PlanMade, Terminate, Tick, WorkerSilent
 from megatron_elas.control.messages import (
     AgentHello,
@@ -138,6 +138,12 @@ def test_a_plain_job_is_never_late(job: JobSpec) -> None:
     director.now += 100 * TIMEOUTS.join_timeout_s
     director.send(Tick())
     assert isinstance(director.state, Gathering)
+
+
+def test_workers_are_started_when_the_last_node_has_joined(job: JobSpec) -> None:
+    director = Director(job, nnodes=2)
+    assert director.send(AgentHello(node=1, host="there", workers=(2, 3))) == []
+    assert director.send(AgentHello(node=0, host="here", workers=(0, 1))) == [WelcomeAgents()]
 
 
 def test_a_node_that_does_not_come_ends_the_job(job: JobSpec) -> None:

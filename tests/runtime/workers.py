@@ -9,8 +9,12 @@ import select
 import signal
 import time
 import traceback
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
+
+from megatron_elas.runtime.transport.sockets import SocketTransport
 
 _PR_SET_PDEATHSIG = 1
 
@@ -27,7 +31,9 @@ def run_workers(count: int, function: Callable[..., Any], *args: Any, timeout_s:
     pids, pipes = [], []
     for worker in range(count):
         reader, writer = os.pipe()
-        pid = os.fork()
+        with warnings.catch_warnings():  # the other thread is pytest's watchdog, which holds no lock
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            pid = os.fork()
         if not pid:
             os.close(reader)
             _become_worker(writer, function, worker, args)
@@ -91,3 +97,24 @@ def _become_worker(writer: int, function: Callable[..., Any], worker: int, args:
             data = data[os.write(writer, data) :]
     finally:
         os._exit(status)
+
+
+def introduce(worker: int, count: int, folder: Path, scheme: str = "unix") -> SocketTransport:
+    """Make the transport of one of ``count`` workers, wait for the others' and tell it where they are."""
+    listen = f"unix:{folder}/{worker}" if scheme == "unix" else "tcp:127.0.0.1:0"
+    transport = SocketTransport(worker, listen, "secret")
+    written = folder / f"{worker}.writing"
+    written.write_text(transport.address)
+    written.rename(folder / f"{worker}.address")
+    files = [folder / f"{at}.address" for at in range(count)]
+    wait_until(lambda: all(file.exists() for file in files))
+    transport.set_addresses({at: file.read_text() for at, file in enumerate(files)})
+    return transport
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+    """Poll a condition of another thread or process."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"did not come true within {limit_s:g} s"
+        time.sleep(0.001)

@@ -182,7 +182,7 @@ def _gather_small(team: Team, tensor_P: Tensor) -> list[Tensor]:
     """All members' tensors, in member order, in scratch memory. Bruck's algorithm: log2(n) rounds, one message each."""
     members, own = team.members, team.me
     count = len(members)
-    rows = scratch(count * tensor_P.numel(), tensor_P.dtype).view(count, -1) if tensor_P.numel() else tensor_P.new_empty(count, 0)
+    rows = scratch(count * tensor_P.numel(), tensor_P.dtype).view(count, tensor_P.numel())
     rows[0].copy_(tensor_P)
     view, size = as_bytes(rows), tensor_P.nbytes
     have = 1  # rows[j] holds the tensor of the member j places behind, for j < have

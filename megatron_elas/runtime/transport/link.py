@@ -7,6 +7,7 @@ time, the one in ``exchange``; that is the caller's duty.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 from collections import deque
@@ -241,21 +242,18 @@ class Link:
     # ------------------------------------------------------------------ ending
 
     def error(self, detail: str) -> PeerLost:
-        """Mark the link as lost and give the error that says so."""
+        """Mark the link as lost, let the peer know by an end-of-file, and give the error that says so."""
         if self.lost is None:
             self.lost = detail
+            self._shut_down()
         return PeerLost(self.peer, f"{detail} (channel {self.channel}, epoch {self.epoch})")
 
     def hung_up(self) -> bool:
-        """True when the peer has closed its end and nothing unread is left."""
-        if self.lost is not None:
-            return True
-        try:
-            return not self.sock.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        """True when this end is lost or the peer has closed its own, whatever is still unread."""
+        poller = select.poll()
+        if self.lost is None:
+            poller.register(self.sock, select.POLLRDHUP)
+        return self.lost is not None or bool(poller.poll(0))
 
     def close(self, why: str) -> None:
         """Close the socket; later calls raise ``PeerLost``."""
@@ -263,7 +261,9 @@ class Link:
             if self.lost is None:
                 self.lost = why
             self._frames.clear()
-            with contextlib.suppress(OSError):  # not connected any more
-                # a thread that polls this socket would keep it open until its poll ends
-                self.sock.shutdown(socket.SHUT_RDWR)
+            self._shut_down()  # a thread that polls this socket would keep it open until its poll ends
             self.sock.close()
+
+    def _shut_down(self) -> None:
+        with contextlib.suppress(OSError):  # not connected any more
+            self.sock.shutdown(socket.SHUT_RDWR)

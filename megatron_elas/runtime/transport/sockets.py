@@ -262,7 +262,7 @@ class SocketTransport:
                 self._lost[peer] = self._addresses.get(peer)
             self._knocks = {key for key in self._knocks if key[0] not in self._lost}
             for key, link in list(self._links.items()):
-                if link.lost is not None or link.peer in self._lost:
+                if link.peer in self._lost or link.hung_up():  # a broken one between the living is dialled anew
                     link.close(f"worker {link.peer} left before epoch {epoch}")
                     del self._links[key]
                 else:

@@ -1,0 +1,40 @@
+"""``elasrun``: starts a job on this node and stays until it ends. See docs/exit-codes.md."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from megatron_elas.cli.launch_flags import find_ignored, read_options
+from megatron_elas.control.first_node import run_first_node
+from megatron_elas.control.other_node import run_other_node
+from megatron_elas.spec.errors import ElasticError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job; gives the exit code."""
+    logging.basicConfig(level=logging.WARNING, format="elasrun: %(message)s", stream=sys.stderr)
+    # A client that hangs up while shaking hands (a port scan) is no news, and no reason for a traceback.
+    logging.getLogger("websockets").setLevel(logging.CRITICAL)
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        options = read_options(arguments, os.environ)
+        if ignored := find_ignored(arguments):
+            print(f"elasrun: {ignored}", file=sys.stderr)
+        end = asyncio.run(run_first_node(options) if options.node_rank == 0 else run_other_node(options))
+    except ElasticError as error:
+        print(f"elasrun: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:  # before anything was started that could be told
+        return 128 + signal.SIGINT
+    if end.sentence:
+        print(f"elasrun: {end.sentence} (exit code {end.exit_code})", file=sys.stderr)
+    return end.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Node 0 of a job: the controller, and the agent of the node's own workers, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_elas.control.agent import Agent
+from megatron_elas.control.commands import EndJob, ShowRecovery
+from megatron_elas.control.events import Terminate
+from megatron_elas.control.launch_options import LaunchOptions, make_job_file, make_requests, make_shared_environ
+from megatron_elas.control.messages import AgentHello, ToAgent, Welcome
+from megatron_elas.control.run_dir import make_run_dir, write_job_file
+from megatron_elas.control.service import ControlService
+from megatron_elas.control.signals import handling_signals
+from megatron_elas.spec.errors import BadUsage
+
+
+async def run_first_node(options: LaunchOptions) -> EndJob:
+    """Run the job to its end.
+
+    Raises:
+        BadUsage: A port is in use, or preloading failed. Nothing runs any more then.
+    """
+    with make_run_dir() as run_dir:
+        node = FirstNode(options, run_dir)
+        with handling_signals(node.terminate):
+            return await node.run()
+
+
+class FirstNode:
+    """Connects controller and agent, which know nothing of each other."""
+
+    def __init__(self, options: LaunchOptions, run_dir: Path) -> None:
+        """Prepare; raises BadUsage when the master port is in use."""
+        self._options = options
+        self._run_dir = run_dir
+        self._agent: Agent | None = None
+        self._port = 0
+        self._welcome = Welcome(
+            master_address=options.master_address,
+            master_port=_find_port() if options.master_port is None else _check_port(options.master_port),
+            run_id=options.run_id,
+        )
+        self._service = ControlService(
+            launch=options.launch,
+            token=options.token,
+            welcome=self._welcome,
+            local_agent=self._order_agent,
+            show=self._show,
+        )
+
+    def terminate(self, signum: int) -> None:
+        """A signal came. The second one is not as patient as the first."""
+        if self._agent is not None and self._agent.order_to_stop.done():
+            self._agent.stop(signum)
+        else:
+            self._service.apply(Terminate(signum=signum))
+
+    async def run(self) -> EndJob:
+        """From listening to the end of the last worker."""
+        options = self._options
+        host = "127.0.0.1" if options.nnodes == 1 else "0.0.0.0"
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                self._port = await stack.enter_async_context(self._service.serve(host, options.controller_port))
+            except OSError as error:
+                raise BadUsage(
+                    f"cannot listen on {host}:{options.controller_port} ({error.strerror}): end the job that uses "
+                    f"the port, or choose another with --controller-port"
+                ) from error
+            write_job_file(self._run_dir, make_job_file(options, "127.0.0.1", self._port))
+            agent = await self._launch_agent()
+            if agent is not None:
+                stack.push_async_callback(agent.close)
+                self._agent = agent
+                self._service.apply(AgentHello(node=0, host=socket.gethostname(), workers=options.workers))
+            return await asyncio.shield(self._service.ended)
+
+    async def _launch_agent(self) -> Agent | None:
+        """The agent, or None when the job was ended while it preloaded."""
+        options = self._options
+        launching = asyncio.create_task(
+            Agent.launch(
+                preload=options.preload,
+                environ=make_shared_environ(options, os.environ),
+                grace_s=options.timeouts.grace_s,
+                report=self._service.worker_exited,
+            )
+        )
+        either: set[asyncio.Future[Any]] = {launching, self._service.ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not launching.done():
+            launching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await launching
+            return None
+        return launching.result()
+
+    def _order_agent(self, order: ToAgent) -> None:
+        if self._agent is None:
+            return
+        if isinstance(order, Welcome):
+            environ = make_shared_environ(self._options, os.environ)
+            self._agent.start(make_requests(self._options, order, self._port, self._run_dir, environ))
+        else:
+            self._agent.obey(order)
+
+    def _show(self, recovery: ShowRecovery) -> None:
+        print(recovery.text, flush=True)
+        if self._options.log_dir is not None:
+            event = {"event": "recovery", "epoch": recovery.epoch, "time_s": time.time(), **recovery.phases_ms}
+            with (self._options.log_dir / "events.jsonl").open("a") as file:
+                file.write(json.dumps(event) + "\n")
+
+
+def _find_port() -> int:
+    """A free port for the workers' own store."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _check_port(port: int) -> int:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise BadUsage(
+                f"--master-port {port} cannot be used ({error.strerror}): choose another, or leave it out"
+            ) from error
+    return port

@@ -1,0 +1,114 @@
+"""An elastic worker without torch: steps, and the control plane's protocol around them.
+
+Usage: toy_elastic_worker.py STAGES ROWS LOSSES [FAULT]. Ends when as many workers were lost as LOSSES says.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+
+from megatron_elas.control.environment import WorkerEnvironment
+from megatron_elas.control.link import ControlLink
+from megatron_elas.control.messages import FaultFired, Finished, Hello, Recovered, Settled
+from megatron_elas.spec.errors import EpochChanged
+from megatron_elas.spec.faults import FaultPhase, parse_fault
+from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.report import Holding, RecoveryReport, SettleReport
+from megatron_elas.testing.faults import FaultInjector
+
+STEP_S = 0.01
+WAIT_S = 30.0
+VERSIONS = tuple(range(1000))
+"""A toy state exists in every version, so that steps need not be in lockstep."""
+
+
+class Toy:
+    def __init__(self, job: JobSpec, faults: list[str]) -> None:
+        self.env = WorkerEnvironment.from_environ(os.environ)
+        self.worker = self.env.worker
+        self.quiesced = threading.Event()
+        self.epoch, self.step, self.num_lost = 0, 0, 0
+        hello = Hello(
+            worker=self.worker,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            domain=self.env.domain,
+            address=f"unix:{self.env.run_dir}/w{self.worker}.sock",
+            job=job,
+        )
+        self.link = ControlLink(
+            self.env.controller,
+            self.env.token,
+            hello,
+            self.env.heartbeat_s,
+            on_quiesce=lambda quiesce: self.quiesced.set(),
+            on_inject=lambda text: self.injector.add(parse_fault(text)),
+        )
+        self.injector = FaultInjector(
+            [parse_fault(text) for text in faults],
+            self.worker,
+            lambda fault, at_s: self.link.send(FaultFired(worker=self.worker, fault=str(fault), at_s=at_s)),
+        )
+        self.plan: ElasticPlan = self.link.wait_start(WAIT_S).plan
+        print(f"worker {self.worker} starts", flush=True)
+
+    def train(self, num_losses: int) -> None:
+        report = None
+        while self.num_lost < num_losses or report is not None:
+            self.injector.at(self.step, FaultPhase.BETWEEN)
+            if self.quiesced.wait(STEP_S):
+                report = self.recover()
+            elif report is not None:
+                report.marks_s["first_step"] = time.time()
+                self.link.send(Recovered(report=report))
+                report = None
+            else:
+                self.step += 1
+            self.link.progress(self.epoch, self.step)
+
+    def recover(self) -> RecoveryReport:
+        while True:
+            self.quiesced.clear()
+            marks_s = {"quiesce": time.time()}
+            quiesce = self.link.wait_quiesce(self.epoch, WAIT_S)
+            wards = dict.fromkeys(self.plan.wards_of(self.worker), VERSIONS)
+            holding = Holding(epoch=self.plan.epoch, live=self.step, kept=VERSIONS, wards=wards)
+            report = SettleReport(worker=self.worker, epoch=quiesce.epoch, step=self.step, holdings=(holding,))
+            self.link.send(Settled(report=report))
+            try:
+                recover = self.link.wait_recover(quiesce.epoch, WAIT_S)
+            except EpochChanged:
+                continue
+            for phase in ("settle", "groups", "restore", "rebuild", "verify"):
+                marks_s[phase] = time.time()
+            self.injector.at(self.step, FaultPhase.RECOVERY)
+            self.plan, self.epoch = recover.plan, quiesce.epoch
+            self.num_lost += len(quiesce.lost)
+            print(f"worker {self.worker} goes on: {recover.plan.placement.describe()}", flush=True)
+            return RecoveryReport(
+                worker=self.worker,
+                epoch=quiesce.epoch,
+                resume_step=recover.settlement.resume_step,
+                marks_s=marks_s,
+            )
+
+
+stages, rows, losses = map(int, sys.argv[1:4])
+toy = Toy(
+    JobSpec(
+        tensor_parallel=1,
+        pipeline_parallel=stages,
+        data_parallel=rows,
+        micro_batch_size=1,
+        num_microbatches=2 * rows,
+    ),
+    sys.argv[4:],
+)
+toy.train(losses)
+toy.link.send(Finished(worker=toy.worker))
+toy.link.close()

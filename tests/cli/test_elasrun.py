@@ -1,0 +1,389 @@
+"""``elasrun`` as a program, with small workers that need no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cli.launcher import FAST, TOY, WAIT_S, elasrun, launched, wait_gone, write_script
+
+pytestmark = pytest.mark.process
+
+WAIT_SCRIPT = "import signal, sys, threading\nprint('up', flush=True)\nthreading.Event().wait()\n"
+STUBBORN_SCRIPT = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT_SCRIPT
+
+
+def run_dirs() -> list[str]:
+    return [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("elas-")]
+
+
+# ---------------------------------------------------------------- plain jobs
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_get_torchruns_environment_and_their_arguments(method: str, tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "import json, os, sys\n"
+        "print(json.dumps({**os.environ, 'argv': sys.argv, 'name': __name__, 'path': sys.path[0]}))\n",
+    )
+    outcome = elasrun("--nproc_per_node", "2", "--start-method", method, script, "--flag", "-m", "x")
+    assert outcome.code == 0, outcome.err
+    zero, one = sorted((json.loads(line) for line in outcome.out.splitlines()), key=lambda seen: seen["RANK"])
+    assert [one[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == ["1", "1", "2", "2"]
+    assert one["MASTER_ADDR"] == "127.0.0.1" and 0 < int(one["MASTER_PORT"]) == int(zero["MASTER_PORT"])
+    assert one["ELAS_WORKER"] == "1" and one["ELAS_DOMAIN"] == "worker1" and one["OMP_NUM_THREADS"] == "1"
+    assert one["argv"] == [script, "--flag", "-m", "x"]
+    assert (one["name"], one["path"]) == ("__main__", str(tmp_path))
+    assert not Path(one["ELAS_RUN_DIR"]).exists()
+
+
+def test_a_module_is_run_as_with_python_m() -> None:
+    outcome = elasrun("--nproc-per-node=1", "-m", "json.tool", "--help")
+    assert outcome.code == 0 and "usage" in outcome.out
+
+
+def test_a_worker_that_fails_ends_the_job_with_its_code(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path, "import os, sys, threading\nsys.exit(7) if os.environ['RANK'] == '1' else threading.Event().wait()\n"
+    )
+    outcome = elasrun("--nproc-per-node", "3", script)
+    assert outcome.code == 7
+    assert outcome.err.strip() == "elasrun: worker 1 exited with status 7 (exit code 7)"
+
+
+def test_a_traceback_of_a_worker_is_seen(tmp_path: Path) -> None:
+    outcome = elasrun(write_script(tmp_path, "print('before')\nraise ValueError('oops')\n"))
+    assert outcome.code == 1
+    assert "ValueError: oops" in outcome.err and "before" in outcome.out
+
+
+def test_a_worker_that_is_killed_ends_a_plain_job(tmp_path: Path) -> None:
+    outcome = elasrun(write_script(tmp_path, "import os\nos.kill(os.getpid(), 9)\n"))
+    assert outcome.code == 137 and "killed by SIGKILL" in outcome.err
+
+
+def test_output_goes_to_one_file_per_worker_when_asked(tmp_path: Path) -> None:
+    script = write_script(tmp_path, "import os, sys\nprint('out', os.environ['RANK'])\nprint('err', file=sys.stderr)\n")
+    outcome = elasrun("--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs"), script)
+    assert (outcome.code, outcome.out, outcome.err) == (0, "", "")
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["worker0.log", "worker1.log"]
+    assert (tmp_path / "logs" / "worker1.log").read_text() == "out 1\nerr\n"
+
+
+def test_exit_handlers_and_threads_of_a_forked_worker_end_as_in_python(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "import atexit, sys, threading\n"
+        "atexit.register(print, 'handler')\n"
+        "timer = threading.Timer(0.2, print, ['thread'])\n"
+        "timer.start()\n"
+        "sys.exit('a reason')\n",
+    )
+    outcome = elasrun("--start-method", "fork", script)
+    assert (outcome.code, outcome.out.split()) == (1, ["thread", "handler"])
+    assert "a reason" in outcome.err
+
+
+def test_preloading_is_done_once_and_shared(tmp_path: Path) -> None:
+    (tmp_path / "shared_module.py").write_text(
+        "import os\ndef preload():\n    os.environ['X'] = '1'\n    print('once')\n"
+    )
+    script = write_script(tmp_path, "import sys\nprint('shared_module' in sys.modules)\n")
+    environ = {"PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"}
+    outcome = elasrun("--nproc-per-node", "2", "--preload", "shared_module:preload", script, environ=environ)
+    assert (outcome.code, outcome.out.split()) == (0, ["once", "True", "True"]), outcome
+
+
+def test_a_preload_that_fails_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+    script = write_script(tmp_path, WAIT_SCRIPT)
+    outcome = elasrun("--preload", "json:nothing", script)
+    assert outcome.code == 2
+    assert "elasrun: cannot preload json:nothing: AttributeError" in outcome.err
+    assert not run_dirs()
+
+
+# ---------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_are_passed_on_and_end_the_job(signum: signal.Signals, tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "import os, signal, sys, threading\n"
+        "def leave(signum, frame):\n    print('got', signum, flush=True)\n    os._exit(0)\n"
+        f"signal.signal({int(signum)}, leave)\n" + WAIT_SCRIPT,
+    )
+    with launched("--nproc-per-node", "2", script) as job:
+        job.wait_for("up", 2)
+        processes = job.descendants()
+        assert len(processes) == 3
+        job.process.send_signal(signum)
+        outcome = job.finish()
+    assert outcome.code == 128 + signum
+    assert outcome.out.count(f"got {int(signum)}") == 2
+    assert not wait_gone(processes)
+    assert not run_dirs()
+
+
+def test_workers_that_do_not_listen_are_killed_after_the_grace_period(tmp_path: Path) -> None:
+    with launched("--nproc-per-node", "2", "--grace-s", "0.3", write_script(tmp_path, STUBBORN_SCRIPT)) as job:
+        job.wait_for("up", 2)
+        job.process.terminate()
+        outcome = job.finish()
+    assert outcome.code == 143
+    assert "workers [0, 1] did not end by themselves" in outcome.err
+
+
+@pytest.mark.timeout(60)
+def test_a_second_signal_does_not_wait_for_the_grace_period(tmp_path: Path) -> None:
+    with launched("--grace-s", "1000", write_script(tmp_path, STUBBORN_SCRIPT)) as job:
+        job.wait_for("up")
+        [worker] = [child for child in job.descendants() if not child.children()]
+        job.process.terminate()
+        while not (worker.status() == psutil.STATUS_ZOMBIE or job.process.poll() is not None):
+            job.process.terminate()
+        assert job.finish().code == 143
+
+
+def test_a_stopped_worker_ends_with_the_others(tmp_path: Path) -> None:
+    with launched("--nproc-per-node", "2", write_script(tmp_path, WAIT_SCRIPT)) as job:
+        job.wait_for("up", 2)
+        workers = [child for child in job.descendants() if not child.children()]
+        workers[0].suspend()
+        job.process.terminate()
+        assert job.finish().code == 143
+    assert not wait_gone(workers)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_nothing_is_left_when_the_launcher_is_killed(method: str, tmp_path: Path) -> None:
+    with launched("--nproc-per-node", "2", "--start-method", method, write_script(tmp_path, STUBBORN_SCRIPT)) as job:
+        job.wait_for("up", 2)
+        processes = job.descendants()
+        job.process.kill()
+        job.process.wait(WAIT_S)
+        assert not wait_gone(processes)
+    assert elasrun(write_script(tmp_path, "")).code == 0, "it also removes what the killed one could not"
+    assert not run_dirs()
+
+
+def test_workers_die_with_the_process_they_were_forked_from(tmp_path: Path) -> None:
+    with launched("--nproc-per-node", "2", write_script(tmp_path, STUBBORN_SCRIPT)) as job:
+        job.wait_for("up", 2)
+        processes = job.descendants()
+        [starter] = [child for child in processes if child.children()]
+        starter.kill()
+        assert job.finish().code == 137
+    assert not wait_gone(processes)
+
+
+def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path,
+        "import subprocess\nchild = subprocess.Popen(['sleep', '1000'])\nprint('child', child.pid, flush=True)\n",
+    )
+    with launched(script) as job:
+        [match] = job.wait_for(r"child (\d+)")
+        assert job.finish().code == 0
+    assert not psutil.pid_exists(int(match[1])) or not wait_gone([psutil.Process(int(match[1]))])
+
+
+def test_a_signal_while_preloading_ends_the_launch(tmp_path: Path) -> None:
+    (tmp_path / "slow_module.py").write_text(
+        "import threading\ndef preload():\n    print('loading', flush=True)\n    threading.Event().wait()\n"
+    )
+    environ = {"PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"}
+    with launched("--preload", "slow_module:preload", write_script(tmp_path, ""), environ=environ) as job:
+        job.wait_for("loading")
+        processes = job.descendants()
+        job.process.terminate()
+        assert job.finish().code == 143
+    assert not wait_gone(processes)
+    assert not run_dirs()
+
+
+# ---------------------------------------------------------------- bad usage
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing.py"], "there is no script nothing.py"),
+        (["-m", "no_such_module"], "there is no module no_such_module"),
+        ([], "the following arguments are required: script"),
+        (["--nproc-per-node", "0", TOY], "--nproc-per-node must be a number from 1 up"),
+        (["--nproc-per-node", "many", TOY], "got 'many'"),
+        (["--nnodes", "1:4", TOY], "a range is not supported"),
+        (["--nnodes", "2", TOY], "--nnodes 2 needs --node-rank"),
+        (["--nnodes", "2", "--node-rank", "2", TOY], "--node-rank 2 is not one of 0 to 1"),
+        (["--nnodes", "2", "--node-rank", "0", TOY], "needs --rdzv-endpoint"),
+        (["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "localhost", TOY], "needs a secret"),
+        (["--master-port", "70000", TOY], "--master-port must be a port from 0 to 65535"),
+        (["--unknown", TOY], "elasrun --help"),
+        (["--heartbeat-timeout-s", "0.6", TOY], "--heartbeat-timeout-s=0.6 is less than twice --heartbeat-interval-s"),
+        (["--settle-timeout-s", "5", TOY], "--heartbeat-timeout-s=10 is more than --settle-timeout-s=5"),
+        (["--grace-s", "soon", TOY], "--grace-s must be a number of seconds"),
+        (["--preload", "nothing", TOY], "module:function"),
+        (["--log-dir", "/proc/nothing", TOY], "--log-dir /proc/nothing cannot be made"),
+        (["--token-file", "/nothing", TOY], "--token-file /nothing cannot be read"),
+    ],
+)
+def test_bad_usage_is_one_sentence_and_exit_code_2(arguments: list[str], words: str) -> None:
+    outcome = elasrun(*arguments, environ={"ELAS_TOKEN": ""})
+    assert outcome.code == 2
+    assert words in outcome.err
+    assert len(outcome.err.splitlines()) == 1 and outcome.err.startswith("elasrun: ")
+
+
+@pytest.mark.parametrize("flag", ["--controller-port", "--master-port", "--rdzv-endpoint"])
+def test_a_port_in_use_is_said_and_leaves_nothing(flag: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        outcome = elasrun(flag, f"127.0.0.1:{port}" if "rdzv" in flag else str(port), TOY)
+    assert outcome.code == 2
+    assert str(port) in outcome.err and len(outcome.err.splitlines()) == 1
+    assert not run_dirs()
+
+
+def test_an_unknown_rendezvous_backend_is_accepted_with_a_line(tmp_path: Path) -> None:
+    outcome = elasrun("--rdzv-backend", "etcd", write_script(tmp_path, ""))
+    assert outcome.code == 0 and outcome.err.startswith("elasrun: --rdzv-backend etcd has no effect")
+    assert elasrun("--rdzv-backend", "c10d", write_script(tmp_path, "")).err == ""
+
+
+def test_the_launcher_imports_no_torch() -> None:
+    program = (
+        "import sys, megatron_elas.cli.elasrun, megatron_elas.control.starter_process\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'megatron', 'numpy')))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=WAIT_S, check=False).returncode == 0
+
+
+# ---------------------------------------------------------------- elastic jobs
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("kill:worker=3@step=5,phase=between", "exited, killed by SIGKILL"),
+        ("stop:worker=3@step=5,phase=between", "silent, no heartbeat"),
+        ("exit:worker=3@step=5,phase=between", "exited, exited with status 1"),
+        ("exception:worker=3@step=5,phase=between", "exited, exited with status 1"),
+        ("kill:worker=0@step=5,phase=between", "exited, killed by SIGKILL"),
+    ],
+)
+def test_a_job_that_loses_a_worker_goes_on_with_the_others(fault: str, reason: str) -> None:
+    victim = fault[fault.index("=") + 1]
+    outcome = elasrun("--nproc-per-node", "4", *FAST, TOY, "2", "2", "1", fault)
+    assert outcome.code == 0, outcome
+    assert re.search(rf"lost     worker {victim} \(stage ., cell ., lane 0\): {reason}", outcome.out), outcome.out
+    assert outcome.out.count("goes on") == 3
+    header, numbers = re.findall(r"^(?:ms  |    ) {5}(.*)$", outcome.out, re.MULTILINE)
+    names, values = header.split(), [float(text) for text in numbers.split("(")[0].split()]
+    assert names[0] == "detect" and names[-1] == "total"
+    assert sum(values[:-1]) == pytest.approx(values[-1], abs=1e-6)
+
+
+def test_a_second_loss_during_the_recovery_is_recovered_from_too() -> None:
+    outcome = elasrun(
+        "--nproc-per-node", "4", *FAST, TOY, "1", "4", "2",
+        "kill:worker=3@step=5,phase=between", "kill:worker=1@step=5,phase=recovery",
+    )  # fmt: skip
+    if "fault strikes: kill:worker=1" not in outcome.err:
+        pytest.skip("worker 1 was not in step 5 when worker 3 died, so its fault had no place to strike")
+    assert outcome.code == 0, outcome
+    assert "now      stage 0: [0] [2]" in outcome.out
+
+
+def test_losing_a_whole_stage_gives_up_with_its_own_code() -> None:
+    outcome = elasrun("--nproc-per-node", "2", *FAST, TOY, "2", "1", "1", "kill:worker=1@step=5,phase=between")
+    assert outcome.code == 3
+    assert "stage 1 lost all its cells" in outcome.err
+
+
+def test_a_worker_killed_from_outside_is_recovered_from() -> None:
+    with launched("--nproc-per-node", "4", *FAST, TOY, "2", "2", "1") as job:
+        job.wait_for("starts", 4)
+        workers = sorted((child for child in job.descendants() if not child.children()), key=lambda child: child.pid)
+        workers[2].kill()
+        outcome = job.finish()
+    assert outcome.code == 0 and outcome.out.count("goes on") == 3, outcome
+
+
+def test_a_job_of_two_nodes_survives_the_death_of_one(tmp_path: Path) -> None:
+    common = ("--nnodes=2", "--nproc-per-node=2", f"--rdzv-endpoint={free_endpoint()}", *FAST)
+    environ = {"ELAS_TOKEN": "a secret of two nodes"}
+    with (
+        launched(*common, "--node-rank=1", TOY, "1", "4", "2", environ=environ) as second,
+        launched(*common, "--node-rank=0", TOY, "1", "4", "2", environ=environ) as first,
+    ):
+        first.wait_for("starts", 2)
+        second.wait_for("starts", 2)
+        processes = second.descendants()
+        second.process.kill()
+        outcome = first.finish()
+        assert outcome.code == 0, outcome
+        assert "now      stage 0: [0] [1]" in outcome.out
+        assert not wait_gone(processes)
+    elasrun(write_script(tmp_path, ""))  # removes the folder of the killed launcher
+
+
+def free_endpoint() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_a_plain_job_of_two_nodes_ends_everywhere(tmp_path: Path) -> None:
+    common = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint={free_endpoint()}", *FAST)
+    script = write_script(
+        tmp_path, "import os, sys, threading\nsys.exit(9) if os.environ['RANK'] == '0' else threading.Event().wait()\n"
+    )
+    environ = {"ELAS_TOKEN": "the same"}
+    with (
+        launched(*common, "--node-rank=1", script, environ=environ) as second,
+        launched(*common, "--node-rank=0", script, environ=environ) as first,
+    ):
+        assert (first.finish().code, second.finish().code) == (9, 9)
+
+
+def test_a_node_with_another_secret_is_refused(tmp_path: Path) -> None:
+    common = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint={free_endpoint()}", *FAST)
+    script = write_script(tmp_path, "print('up', flush=True)")
+    with (
+        launched(*common, "--node-rank=0", script, environ={"ELAS_TOKEN": "the secret"}) as first,
+        launched(*common, "--node-rank=1", script, environ={"ELAS_TOKEN": "another"}) as second,
+    ):
+        outcome = second.finish()
+        assert outcome.code == 2 and "refused this node (HTTP 401)" in outcome.err
+        first.process.terminate()
+        outcome = first.finish()
+    assert outcome.code == 143 and outcome.out == "", "no worker starts before all nodes are there"
+
+
+def test_a_node_that_is_asked_to_leave_is_recovered_from() -> None:
+    common = ("--nnodes=2", "--nproc-per-node=2", f"--rdzv-endpoint={free_endpoint()}", *FAST)
+    environ = {"ELAS_TOKEN": "a secret of two nodes"}
+    with (
+        launched(*common, "--node-rank=1", TOY, "1", "4", "2", environ=environ) as second,
+        launched(*common, "--node-rank=0", TOY, "1", "4", "2", environ=environ) as first,
+    ):
+        first.wait_for("starts", 2)
+        second.wait_for("starts", 2)
+        second.process.terminate()
+        assert second.finish().code == 143
+        outcome = first.finish()
+    assert outcome.code == 0 and "now      stage 0: [0] [1]" in outcome.out, outcome

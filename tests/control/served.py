@@ -1,0 +1,116 @@
+"""A controller with real sockets, on a thread of its own, for tests in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron_elas.config import ControlTimeouts
+from megatron_elas.control.commands import EndJob, ShowRecovery
+from megatron_elas.control.events import Event
+from megatron_elas.control.link import ControlLink
+from megatron_elas.control.messages import AgentHello, Quiesce, ToAgent, Welcome, WorkerExited
+from megatron_elas.control.service import ControlService
+from megatron_elas.control.states import Launch, State
+from megatron_elas.spec.job import JobSpec
+from tests.control.jobs import TIMEOUTS, make_hello
+
+TOKEN = "secret"
+WAIT_S = 10.0
+WELCOME = Welcome(master_address="127.0.0.1", master_port=1, run_id="test")
+
+
+class Served:
+    """The controller, seen from the test's thread."""
+
+    def __init__(self, service: ControlService, loop: asyncio.AbstractEventLoop, port: int) -> None:
+        self._service = service
+        self._loop = loop
+        self.address = f"ws://127.0.0.1:{port}"
+        self.orders: queue.Queue[ToAgent] = queue.Queue()
+        self.shown: queue.Queue[ShowRecovery] = queue.Queue()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run on the service's thread."""
+
+        async def run() -> Any:
+            return function(*args)
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(WAIT_S)
+
+    def apply(self, event: Event) -> None:
+        """Let the controller see an event."""
+        self.call(self._service.worker_exited if isinstance(event, WorkerExited) else self._service.apply, event)
+
+    @property
+    def state(self) -> State:
+        """Its state now."""
+        return self.call(lambda: self._service.state)
+
+    def wait_ended(self) -> EndJob:
+        """How the job ended."""
+
+        async def wait() -> EndJob:
+            return await asyncio.shield(self._service.ended)
+
+        return asyncio.run_coroutine_threadsafe(wait(), self._loop).result(WAIT_S)
+
+
+@contextlib.contextmanager
+def serving(
+    world_size: int, *, nnodes: int = 1, timeouts: ControlTimeouts = TIMEOUTS, local_agent: bool = True
+) -> Iterator[Served]:
+    """A controller for so many workers; its own node's agent has joined and does nothing."""
+    ready: queue.Queue[Served] = queue.Queue()
+    stop = threading.Event()
+
+    async def serve() -> None:
+        orders: queue.Queue[ToAgent] = queue.Queue()
+        shown: queue.Queue[ShowRecovery] = queue.Queue()
+        launch = Launch(nnodes=nnodes, workers_per_node=world_size // nnodes, timeouts=timeouts)
+        service = ControlService(launch=launch, token=TOKEN, welcome=WELCOME, local_agent=orders.put, show=shown.put)
+        async with service.serve("127.0.0.1", 0) as port:
+            served = Served(service, asyncio.get_running_loop(), port)
+            served.orders, served.shown = orders, shown
+            if local_agent:
+                service.apply(AgentHello(node=0, host="here", workers=launch.workers_of(0)))
+            ready.put(served)
+            await asyncio.to_thread(stop.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        yield ready.get(timeout=WAIT_S)
+    finally:
+        stop.set()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+class Member:
+    """A worker's link, with what its callbacks were given."""
+
+    def __init__(self, served: Served, worker: int, job: JobSpec, *, heartbeat_s: float = 0.05) -> None:
+        self.worker = worker
+        self.quiesced: queue.Queue[Quiesce] = queue.Queue()
+        self.injected: queue.Queue[str] = queue.Queue()
+        self.link = ControlLink(
+            served.address, TOKEN, make_hello(worker, job), heartbeat_s, self.quiesced.put, self.injected.put
+        )
+
+
+@contextlib.contextmanager
+def joined(served: Served, job: JobSpec, **settings: Any) -> Iterator[list[Member]]:
+    """All workers of the job, started."""
+    with contextlib.ExitStack() as stack:
+        members = []
+        for worker in range(job.world_size):
+            members.append(Member(served, worker, job, **settings))
+            stack.callback(members[-1].link.close)
+        for member in members:
+            member.link.wait_start(WAIT_S)
+        yield members

@@ -1,0 +1,314 @@
+"""Controller and links over real sockets, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import statistics
+import threading
+import time
+
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from megatron_elas.control.commands import EndJob
+from megatron_elas.control.events import Terminate
+from megatron_elas.control.link import ControlLink
+from megatron_elas.control.messages import (
+    AgentHello,
+    Answer,
+    Finished,
+    InjectRequest,
+    KillWorker,
+    Message,
+    PeerUnreachable,
+    Recovered,
+    Settled,
+    StatusRequest,
+    Stop,
+    StopAll,
+    WorkerExited,
+    decode_answer,
+    decode_to_agent,
+    decode_to_worker,
+    encode,
+)
+from megatron_elas.control.states import Gathering, Running
+from megatron_elas.control.wire import make_headers
+from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged, ExitCode
+from megatron_elas.spec.report import RecoveryReport
+from tests.control.jobs import make_hello, make_job, make_report
+from tests.control.served import TOKEN, WAIT_S, WELCOME, Member, Served, joined, serving
+
+JOB = make_job(pipeline=2, data=2)
+
+
+@contextlib.contextmanager
+def dialled(served: Served, token: str = TOKEN):
+    with connect(served.address, additional_headers=make_headers(token), proxy=None, open_timeout=WAIT_S) as connection:
+        yield connection
+
+
+def ask(served: Served, request: Message) -> Answer:
+    with dialled(served) as connection:
+        connection.send(encode(request))
+        return decode_answer(connection.recv(timeout=WAIT_S))
+
+
+def wait_closed(connection: ClientConnection) -> int | None:
+    with pytest.raises(ConnectionClosed) as closed:
+        while True:
+            connection.recv(timeout=WAIT_S)
+    return closed.value.rcvd.code if closed.value.rcvd is not None else None
+
+
+def exited(worker: int, status: int = -9) -> WorkerExited:
+    return WorkerExited(worker=worker, status=status, at_s=time.time())
+
+
+def test_a_lost_worker_is_recovered_from_over_sockets() -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        plan = members[0].link.wait_start(WAIT_S).plan
+        served.apply(exited(3))
+        survivors = members[:3]
+        for member in survivors:
+            quiesce = member.link.wait_quiesce(0, WAIT_S)
+            assert quiesce.epoch == member.link.latest_epoch == 1
+            assert member.quiesced.get(timeout=WAIT_S) == quiesce
+            member.link.send(Settled(report=make_report(member.worker, 1, plan)))
+        for member in survivors:
+            recover = member.link.wait_recover(1, WAIT_S)
+            assert recover.plan.placement.workers == (0, 1, 2)
+            report = RecoveryReport(worker=member.worker, epoch=1, resume_step=5, marks_s={"first_step": time.time()})
+            member.link.send(Recovered(report=report))
+        assert "worker 3" in served.shown.get(timeout=WAIT_S).text
+        for member in survivors:
+            member.link.send(Finished(worker=member.worker))
+            member.link.close()
+            served.apply(exited(member.worker, 0))
+        assert served.wait_ended() == EndJob(exit_code=0, sentence="")
+
+
+def test_survivors_hear_of_a_loss_within_milliseconds() -> None:
+    job = make_job(pipeline=2, data=8)
+    with serving(16) as served, joined(served, job) as members:
+        heard: list[float] = []
+        all_heard = threading.Barrier(len(members))
+
+        def listen(member: Member) -> None:
+            member.link.wait_quiesce(0, WAIT_S)
+            heard.append(time.perf_counter())
+            all_heard.wait(WAIT_S)
+
+        threads = [threading.Thread(target=listen, args=(member,)) for member in members[:15]]
+        for thread in threads:
+            thread.start()
+        began = time.perf_counter()
+        served.apply(exited(15))
+        all_heard.wait(WAIT_S)
+        for thread in threads:
+            thread.join()
+        # 15 listeners share this process's interpreter lock; on separate processes it is a fraction of this.
+        assert statistics.median(heard) - began < 0.1
+
+
+def test_a_worker_without_heartbeats_is_lost_and_killed() -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        # The link stays open and its process alive, as with SIGSTOP; only the heartbeats end.
+        members[2].link._closing.set()
+        assert members[0].link.wait_quiesce(0, WAIT_S).lost[0].worker == 2
+        assert served.orders.get(timeout=WAIT_S) == KillWorker(worker=2)
+
+
+def test_a_worker_whose_link_ends_is_lost_soon() -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        members[1].link.close()
+        assert members[0].link.wait_quiesce(0, WAIT_S).lost[0].worker == 1
+
+
+def test_a_newer_epoch_interrupts_the_wait_for_a_plan() -> None:
+    job = make_job(pipeline=1, data=4)
+    with serving(4) as served, joined(served, job) as members:
+        served.apply(exited(3))
+        members[0].link.wait_quiesce(0, WAIT_S)
+        threading.Timer(0.05, served.apply, [exited(2)]).start()
+        with pytest.raises(EpochChanged, match="epoch 2"):
+            members[0].link.wait_recover(1, WAIT_S)
+        assert members[0].link.wait_quiesce(1, WAIT_S).epoch == 2
+
+
+def test_waits_say_what_was_waited_for() -> None:
+    with (
+        serving(4) as served,
+        joined(served, JOB) as members,
+        pytest.raises(ElasticError, match=r"worker 0 did not hear an epoch after 0 within 0\.05 s"),
+    ):
+        members[0].link.wait_quiesce(0, 0.05)
+
+
+def test_training_goes_on_without_the_controller_until_it_is_needed() -> None:
+    with contextlib.ExitStack() as stack:
+        with serving(2) as served:
+            job = make_job(pipeline=1, data=2)
+            members = [Member(served, worker, job) for worker in range(2)]
+            for member in members:
+                stack.callback(member.link.close)
+                member.link.wait_start(WAIT_S)
+        members[0].link.send(PeerUnreachable(worker=0, epoch=0, peer=1, detail="reset"))
+        with pytest.raises(ElasticError, match="controller is gone"):
+            members[0].link.wait_quiesce(0, WAIT_S)
+
+
+def test_injection_reaches_the_worker_it_names() -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        answer = ask(served, InjectRequest(fault="kill:worker=2@step=7,phase=forward,microbatch=1"))
+        assert answer.ok, answer.text
+        assert members[2].injected.get(timeout=WAIT_S) == "kill:worker=2@step=7,phase=forward,microbatch=1"
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("kill:worker=9@step=7,phase=forward", "no worker 9"),
+        ("kill:worker=1@step=2,phase=forward", "in step 4 already"),
+        ("nonsense", "cannot be read"),
+    ],
+)
+def test_an_injection_that_cannot_strike_is_refused_with_a_sentence(fault: str, words: str) -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        members[1].link.progress(0, 4)
+        deadline = time.monotonic() + WAIT_S
+        while "worker 1: step 4" not in ask(served, StatusRequest()).text:
+            assert time.monotonic() < deadline
+        answer = ask(served, InjectRequest(fault=fault))
+        assert not answer.ok and words in answer.text
+
+
+def test_status_names_every_worker() -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        served.apply(exited(3))
+        members[0].link.wait_quiesce(0, WAIT_S)
+        lines = ask(served, StatusRequest()).text.splitlines()
+        assert lines[0].startswith("settling, epoch 1")
+        assert lines[4] == "worker 3: lost (exited, killed by SIGKILL)"
+        assert len(lines) == 5
+
+
+# ---------------------------------------------------------------- strangers
+
+
+def test_a_wrong_token_is_refused_before_a_word_is_said() -> None:
+    with serving(4) as served:
+        for token in ("", "secrets", "ß"):
+            with pytest.raises(InvalidStatus) as refused, dialled(served, token.encode().decode("latin-1")):
+                pass
+            assert refused.value.response.status_code == 401
+        with pytest.raises(BadUsage, match="ELAS_TOKEN"):
+            ControlLink(served.address, "wrong", make_hello(0, JOB), 1.0, print, print)
+
+
+def test_nobody_at_the_address_is_said_in_a_sentence() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"ws://127.0.0.1:{unused.getsockname()[1]}"
+    with pytest.raises(ElasticError, match="is elasrun still running"):
+        ControlLink(address, TOKEN, make_hello(0, JOB), 1.0, print, print)
+    with pytest.raises(BadUsage, match="not of the form"):
+        ControlLink("here:80", TOKEN, make_hello(0, JOB), 1.0, print, print)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "not json",
+        "{}",
+        '{"type":"Nothing"}',
+        '{"type":"Heartbeat","worker":"zero","epoch":0,"step":0}',
+        encode(Finished(worker=0)),
+        '{"type":"Hello"}',
+    ],
+)
+def test_a_client_that_breaks_the_protocol_loses_its_own_connection_only(words: str) -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        with dialled(served) as connection:
+            connection.send(words)
+            assert wait_closed(connection) == 1008
+        served.apply(exited(3))
+        assert members[0].link.wait_quiesce(0, WAIT_S).epoch == 1
+        assert set(served.state.roster.lost) == {3}
+
+
+def test_a_worker_cannot_speak_for_another() -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        members[1].link.send(Finished(worker=2))
+        members[0].link.wait_quiesce(0, WAIT_S)
+        assert served.state.roster.finished == frozenset()
+        assert set(served.state.roster.lost) == {1}, "it lost its link, and so its place"
+
+
+def test_a_second_worker_with_the_same_id_is_sent_away() -> None:
+    with serving(4) as served, joined(served, JOB):
+        with dialled(served) as connection:
+            connection.send(encode(make_hello(1, JOB)))
+            answer = decode_to_worker(connection.recv(timeout=WAIT_S))
+        assert isinstance(answer, Stop) and answer.exit_code == ExitCode.NOT_STARTED
+        assert isinstance(served.state, Running)
+
+
+def test_noise_on_the_port_disturbs_nobody() -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        host, port = served.address.removeprefix("ws://").split(":")
+        for noise in (b"", b"\x00" * 100, b"GET / HTTP/1.1\r\n\r\n"):
+            with socket.create_connection((host, int(port)), timeout=WAIT_S) as stranger:
+                stranger.sendall(noise)
+        served.apply(exited(3))
+        assert members[0].link.wait_quiesce(0, WAIT_S).epoch == 1
+
+
+# ---------------------------------------------------------------- other nodes
+
+
+def test_an_agent_is_welcomed_reports_and_is_told_to_stop() -> None:
+    with serving(4, nnodes=2) as served, dialled(served) as agent:
+        agent.send(encode(AgentHello(node=1, host="there", workers=(2, 3))))
+        assert decode_to_agent(agent.recv(timeout=WAIT_S)) == WELCOME
+        agent.send(encode(exited(2, 7)))
+        order = decode_to_agent(agent.recv(timeout=WAIT_S))
+        assert isinstance(order, StopAll) and order.exit_code == 7
+        assert served.orders.get(timeout=WAIT_S) == order
+
+
+def test_an_agent_that_is_gone_takes_its_workers_with_it() -> None:
+    with serving(4, nnodes=2) as served, contextlib.ExitStack() as stack:
+        agent = stack.enter_context(dialled(served))
+        agent.send(encode(AgentHello(node=1, host="there", workers=(2, 3))))
+        members = stack.enter_context(joined(served, make_job(pipeline=1, data=4)))
+        agent.close()
+        assert [loss.worker for loss in members[0].link.wait_quiesce(0, WAIT_S).lost] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("hello", "words"),
+    [
+        (AgentHello(node=1, host="there", workers=(2, 3, 4)), "--nproc-per-node"),
+        (AgentHello(node=5, host="there", workers=(10, 11)), "--node-rank 5"),
+        (AgentHello(node=0, host="there", workers=(0, 1)), "taken"),
+        (AgentHello(node=1, host="there", workers=(2, 3), version=99), "protocol 99"),
+    ],
+)
+def test_an_agent_that_does_not_fit_is_told_why(hello: AgentHello, words: str) -> None:
+    with serving(4, nnodes=2) as served, dialled(served) as agent:
+        agent.send(encode(hello))
+        answer = decode_to_agent(agent.recv(timeout=WAIT_S))
+        assert isinstance(answer, StopAll) and words in answer.sentence
+        assert isinstance(served.state, Gathering)
+
+
+def test_a_job_that_is_told_to_end_says_so_once() -> None:
+    with serving(4) as served, joined(served, JOB):
+        served.apply(Terminate(signum=15))
+        assert isinstance(served.orders.get(timeout=WAIT_S), StopAll)
+        for worker in range(4):
+            served.apply(exited(worker, -15))
+        assert served.wait_ended().exit_code == 143

@@ -1,0 +1,487 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_elas.runtime.transport.base import Part, ProtocolError, Transport
+from megatron_elas.runtime.transport.frame import HEADER, HELLO_BYTES, MAGIC, MAX_PAYLOAD
+from megatron_elas.runtime.transport.sockets import SocketTransport
+from megatron_elas.spec.errors import EpochChanged, PeerLost
+from tests.runtime.workers import KILLED, introduce, run_workers, wait_until
+
+CHANNEL = 7
+MIB = 1 << 20
+LIMIT_S = 0.2
+"""From a cancel to the exception, whatever the peer does."""
+
+
+def implements(transport: SocketTransport) -> Transport:
+    """Checked by the type checker."""
+    return transport
+
+
+def data(size: int, seed: int = 1) -> memoryview:
+    return memoryview((bytes(range(251)) * (size // 251 + 2))[seed : seed + size])
+
+
+def room(size: int) -> memoryview:
+    return memoryview(bytearray(size))
+
+
+def in_thread(function: Callable[[], object]) -> Callable[[], object]:
+    """Start it; calling the result waits for it and raises what it raised."""
+    outcome: list[object] = []
+
+    def run() -> None:
+        try:
+            outcome.append(function())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def join() -> object:
+        thread.join(10)
+        assert outcome, "still blocked"
+        if isinstance(outcome[0], BaseException):
+            raise outcome[0]
+        return outcome[0]
+
+    return join
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[SocketTransport]]:
+    with transports(2, tmp_path, request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def unix_pair(tmp_path: Path) -> Iterator[list[SocketTransport]]:
+    with transports(2, tmp_path) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def transports(count: int, folder: Path, scheme: str = "unix") -> Iterator[list[SocketTransport]]:
+    """Several in one process, introduced to each other."""
+    with contextlib.ExitStack() as stack:
+        made = []
+        for worker in range(count):
+            listen = f"unix:{folder}/{worker}" if scheme == "unix" else "tcp:127.0.0.1:0"
+            made.append(SocketTransport(worker, listen, "secret"))
+            stack.callback(made[-1].close)
+        addresses = {transport.worker: transport.address for transport in made}
+        for transport in made:
+            transport.set_addresses(addresses)
+        yield made
+
+
+def next_epoch(made: list[SocketTransport], epoch: int = 1) -> None:
+    """As the session does: everybody has cancelled before anybody adopts."""
+    for transport in made:
+        transport.cancel()
+    for transport in made:
+        transport.adopt(epoch, lost=())
+
+
+def check_works(made: list[SocketTransport], tag: int = 99, size: int = 100_000) -> None:
+    """Both directions carry the right bytes."""
+    rooms = [room(size), room(size)]
+    joins = [
+        in_thread(
+            lambda at=at: made[at].exchange(CHANNEL, tag, [Part(1 - at, data(size, at))], [Part(1 - at, rooms[at])])
+        )
+        for at in (0, 1)
+    ]
+    for join in joins:
+        join()
+    assert rooms[0] == data(size, 1)
+    assert rooms[1] == data(size, 0)
+
+
+def link_fds(transport: SocketTransport) -> list[int]:
+    return sorted(link.fd for link in transport._links.values())
+
+
+# ---------------------------------------------------------------- moving bytes
+
+
+@pytest.mark.parametrize("size", [0, 1, MAX_PAYLOAD - 1, MAX_PAYLOAD, MAX_PAYLOAD + 1, 9 * MIB + 5])
+def test_both_sides_may_send_more_than_the_sockets_hold(pair: list[SocketTransport], size: int) -> None:
+    check_works(pair, size=size)
+
+
+def test_parts_for_one_peer_arrive_in_their_order(pair: list[SocketTransport]) -> None:
+    sizes = [3, 0, 2 * MIB, 1]
+    rooms = [room(size) for size in sizes]
+    sent = in_thread(lambda: pair[0].exchange(CHANNEL, 5, [Part(1, data(size, size % 7)) for size in sizes], []))
+    pair[1].exchange(CHANNEL, 5, [], [Part(0, buffer) for buffer in rooms])
+    sent()
+    assert rooms == [data(size, size % 7) for size in sizes]
+
+
+def test_a_post_does_not_wait_for_the_receiver_and_its_bytes_are_taken(pair: list[SocketTransport]) -> None:
+    size = 5 * MIB
+    for transport, peer in zip(pair, (1, 0), strict=True):
+        for tag in range(3):
+            buffer = memoryview(bytearray(data(size, tag)))
+            transport.post(CHANNEL, tag, Part(peer, buffer))
+            buffer[:] = bytes(size)
+    for transport, peer in zip(pair, (1, 0), strict=True):
+        for tag in range(3):
+            got = room(size)
+            transport.exchange(CHANNEL, tag, [], [Part(peer, got)])
+            assert got == data(size, tag)
+
+
+def test_posts_and_exchanges_of_one_link_keep_their_order(unix_pair: list[SocketTransport]) -> None:
+    size = 2 * MIB
+    unix_pair[0].post(CHANNEL, 1, Part(1, data(size)))
+    sent = in_thread(lambda: unix_pair[0].exchange(CHANNEL, 2, [Part(1, data(size, 2))], []))
+    for tag in (1, 2):
+        got = room(size)
+        unix_pair[1].exchange(CHANNEL, tag, [], [Part(0, got)])
+        assert got == data(size, tag)
+    sent()
+
+
+def test_threads_use_channels_of_one_peer_at_the_same_time(unix_pair: list[SocketTransport]) -> None:
+    def talk(at: int, channel: int) -> None:
+        for turn in range(30):
+            size = 1 + (turn * 7919 * channel) % (MIB // 2)
+            got = room(size)
+            unix_pair[at].exchange(channel, turn, [Part(1 - at, data(size, channel))], [Part(1 - at, got)])
+            assert got == data(size, channel)
+
+    joins = [in_thread(lambda at=at, c=c: talk(at, c)) for at in (0, 1) for c in (1, 2, 3)]
+    for join in joins:
+        join()
+
+
+def test_either_side_may_be_the_first_to_use_a_link(unix_pair: list[SocketTransport]) -> None:
+    for channel, (sender, receiver) in enumerate([(0, 1), (1, 0)]):
+        unix_pair[sender].post(channel, 0, Part(receiver, data(10)))
+        got = room(10)
+        unix_pair[receiver].exchange(channel, 0, [], [Part(sender, got)])
+        assert got == data(10)
+        assert all(sum(key[1] == channel for key in t._links) == 1 for t in unix_pair)
+
+
+def test_a_knock_that_comes_before_the_addresses_is_answered_later(tmp_path: Path) -> None:
+    low, high = (SocketTransport(worker, f"unix:{tmp_path}/{worker}", "secret") for worker in (0, 1))
+    with contextlib.closing(low), contextlib.closing(high):
+        addresses = {0: low.address, 1: high.address}
+        low.set_addresses(addresses)
+        sent = in_thread(lambda: low.post(CHANNEL, 0, Part(1, data(10))))
+        wait_until(lambda: bool(high._knocks))
+        high.set_addresses(addresses)
+        sent()
+        got = room(10)
+        high.exchange(CHANNEL, 0, [], [Part(0, got)])
+        assert got == data(10)
+
+
+# ---------------------------------------------------------------- epochs
+
+
+def test_a_frame_of_an_older_epoch_is_dropped(unix_pair: list[SocketTransport]) -> None:
+    unix_pair[0].post(CHANNEL, 1, Part(1, data(1000)))
+    unix_pair[0].post(CHANNEL, 2, Part(1, data(3 * MIB)))
+    next_epoch(unix_pair)
+    check_works(unix_pair, tag=1)
+
+
+def test_a_frame_of_a_newer_epoch_ends_the_operation_and_is_kept(unix_pair: list[SocketTransport]) -> None:
+    check_works(unix_pair)
+    ahead, behind = unix_pair
+    ahead.cancel()
+    ahead.adopt(1, lost=())
+    ahead.post(CHANNEL, 3, Part(1, data(5)))
+    with pytest.raises(EpochChanged, match="worker 0 is in epoch 1 already"):
+        behind.exchange(CHANNEL, 2, [], [Part(0, room(5))])
+    with pytest.raises(EpochChanged, match="epoch 0 ended on worker 1"):
+        behind.post(CHANNEL, 2, Part(0, data(5)))
+    behind.adopt(1, lost=())
+    got = room(5)
+    behind.exchange(CHANNEL, 3, [], [Part(0, got)])
+    assert got == data(5)
+
+
+def test_epochs_only_grow(unix_pair: list[SocketTransport]) -> None:
+    next_epoch(unix_pair, 4)
+    with pytest.raises(ValueError, match="epoch 4 cannot be adopted after 4"):
+        unix_pair[0].adopt(4, lost=())
+
+
+@pytest.mark.parametrize("offer", [("tag", 2, 8), ("length", 1, 9), ("many frames", 1, 3 * MIB)])
+def test_mixed_up_operations_are_told_apart_and_poison_the_epoch(
+    unix_pair: list[SocketTransport], offer: tuple[str, int, int]
+) -> None:
+    _, tag, size = offer
+    unix_pair[0].post(CHANNEL, tag, Part(1, data(size)))
+    with pytest.raises(ProtocolError, match="expected tag 0x1 with 8 bytes"):
+        unix_pair[1].exchange(CHANNEL, 1, [], [Part(0, room(8))])
+    with pytest.raises(EpochChanged, match="different operations"):
+        unix_pair[1].exchange(CHANNEL, 1, [], [Part(0, room(8))])
+    next_epoch(unix_pair)
+    check_works(unix_pair)
+
+
+# ---------------------------------------------------------------- cancelling
+
+
+def test_cancel_ends_every_wait_and_the_links_stay(pair: list[SocketTransport]) -> None:
+    check_works(pair)
+    links = [link_fds(transport) for transport in pair]
+    waits: list[Callable[[], object]] = [
+        lambda: pair[0].exchange(CHANNEL, 1, [], [Part(1, room(8))]),  # nobody sends
+        lambda: pair[0].exchange(CHANNEL, 1, [Part(1, data(64 * MIB))], []),  # nobody receives: cut half-way
+        lambda: pair[0].exchange(CHANNEL, 1, [Part(1, data(64 * MIB))], [Part(1, room(64 * MIB))]),
+    ]
+    for epoch, wait in enumerate(waits, start=1):
+        join = in_thread(wait)
+        time.sleep(0.05)
+        started = time.perf_counter()
+        pair[0].cancel()
+        with pytest.raises(EpochChanged):
+            join()
+        took_s = time.perf_counter() - started
+        print(f"cancel took {took_s * 1e3:.2f} ms")
+        assert took_s < LIMIT_S
+        assert pair[0].cancelled
+        with pytest.raises(EpochChanged):
+            pair[0].post(CHANNEL, 1, Part(1, data(8)))
+        next_epoch(pair, epoch)
+        check_works(pair, size=3 * MIB)
+    assert [link_fds(transport) for transport in pair] == links
+
+
+def test_cancel_ends_the_wait_for_a_link(unix_pair: list[SocketTransport], tmp_path: Path) -> None:
+    """The peer has a listener, but nobody accepts."""
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.bind(f"{tmp_path}/deaf")
+        deaf.listen(1)
+        unix_pair[0].set_addresses({1: f"unix:{tmp_path}/deaf"})
+        join = in_thread(lambda: unix_pair[0].post(CHANNEL, 1, Part(1, data(8))))
+        time.sleep(0.05)
+        unix_pair[0].cancel()
+        with pytest.raises(EpochChanged):
+            join()
+
+
+def test_a_buffer_is_not_read_after_a_cancelled_exchange(unix_pair: list[SocketTransport]) -> None:
+    """What completes the cut frame are zeros, sent in the new epoch and dropped by the peer."""
+    buffer = memoryview(bytearray(8 * MIB))
+    join = in_thread(lambda: unix_pair[0].exchange(CHANNEL, 1, [Part(1, buffer)], []))
+    wait_until(lambda: (1, CHANNEL) in unix_pair[0]._links)
+    time.sleep(0.02)
+    unix_pair[0].cancel()
+    with pytest.raises(EpochChanged):
+        join()
+    queued = [payload for link in unix_pair[0]._links.values() for _, payload in link._frames]
+    assert len(queued) == 1
+    assert not any(queued[0])
+    next_epoch(unix_pair)
+    check_works(unix_pair)
+
+
+@pytest.mark.process
+def test_a_stopped_peer_does_not_delay_the_cancel(tmp_path: Path) -> None:
+    def body(worker: int) -> object:
+        transport = introduce(worker, 2, tmp_path)
+        peer = 1 - worker
+        mine = memoryview(worker.to_bytes(1) * 4 + os.getpid().to_bytes(4))
+        theirs = room(8)
+        transport.exchange(CHANNEL, 0, [Part(peer, mine)], [Part(peer, theirs)])
+        pid = int.from_bytes(theirs[4:])
+        if worker == 1:
+            transport.exchange(CHANNEL, 1, [], [Part(0, room(1))])  # stopped here, and continued in the end
+            with pytest.raises(EpochChanged, match="worker 0 is in epoch 9 already"):
+                transport.exchange(CHANNEL, 3, [], [Part(0, room(64 * MIB))])
+            transport.cancel()
+            transport.adopt(9, lost=())
+        else:
+            os.kill(pid, signal.SIGSTOP)
+            transport.exchange(CHANNEL, 1, [Part(1, data(1))], [])
+            worst_s = 0.0
+            for epoch in range(1, 9):
+                join = in_thread(lambda: transport.exchange(CHANNEL, 3, [Part(1, data(64 * MIB))], [Part(1, room(8))]))
+                time.sleep(0.02)
+                started = time.perf_counter()
+                transport.cancel()
+                with pytest.raises(EpochChanged):
+                    join()
+                worst_s = max(worst_s, time.perf_counter() - started)
+                transport.adopt(epoch, lost=())
+            print(f"worst cancel with a stopped peer: {worst_s * 1e3:.2f} ms")
+            assert worst_s < LIMIT_S
+            os.kill(pid, signal.SIGCONT)
+            transport.cancel()
+            transport.adopt(9, lost=())
+        got = room(3 * MIB)
+        transport.exchange(CHANNEL, 5, [Part(peer, data(3 * MIB, worker))], [Part(peer, got)])
+        assert got == data(3 * MIB, peer)
+        transport.close()
+        return True
+
+    assert run_workers(2, body) == [True, True]
+
+
+# ---------------------------------------------------------------- lost peers
+
+
+@pytest.mark.process
+def test_a_killed_peer_is_named(tmp_path: Path) -> None:
+    def body(worker: int) -> object:
+        transport = introduce(worker, 3, tmp_path)
+        others = [at for at in range(3) if at != worker]
+        transport.exchange(CHANNEL, 0, [Part(at, data(1)) for at in others], [Part(at, room(1)) for at in others])
+        if worker == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLost, match=r"link to worker 1 broke: .*channel 7, epoch 0") as caught:
+            transport.exchange(CHANNEL, 1, [], [Part(1, room(1))])
+        assert caught.value.peer == 1
+        with pytest.raises(PeerLost) as caught:  # also on other links: the epoch has ended
+            transport.post(CHANNEL, 1, Part(2 - worker, data(1)))
+        assert caught.value.peer == 1
+        transport.adopt(1, lost=[1])
+        with pytest.raises(PeerLost, match="it left before epoch 1"):
+            transport.post(CHANNEL, 1, Part(1, data(1)))
+        transport.adopt(2, lost=[1])
+        got = room(9)
+        transport.exchange(CHANNEL, 0, [Part(2 - worker, data(9))], [Part(2 - worker, got)])
+        transport.close()
+        return bytes(got) == bytes(data(9))
+
+    assert run_workers(3, body) == [True, KILLED, True]
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_dial_that_is_refused_means_the_peer_is_lost(tmp_path: Path, worker: int) -> None:
+    peer = 1 - worker
+    with contextlib.closing(SocketTransport(worker, f"unix:{tmp_path}/{worker}", "secret")) as transport:
+        transport.set_addresses({peer: f"unix:{tmp_path}/{peer}"})
+        with pytest.raises(PeerLost, match=r"could not dial unix:.*No such file .*channel 7, epoch 0"):
+            transport.post(CHANNEL, 0, Part(peer, data(1)))
+
+
+def test_a_post_to_a_peer_that_dies_later_fails_the_next_operation(unix_pair: list[SocketTransport]) -> None:
+    unix_pair[0].post(CHANNEL, 0, Part(1, data(8 * MIB)))
+    wait_until(lambda: bool(unix_pair[1]._links))
+    unix_pair[1].close()
+    wait_until(lambda: unix_pair[0]._failure is not None)
+    with pytest.raises(PeerLost, match="worker 1"):
+        unix_pair[0].post(CHANNEL + 1, 0, Part(1, data(1)))
+
+
+def test_a_broken_link_between_living_workers_is_made_anew_in_the_next_epoch(unix_pair: list[SocketTransport]) -> None:
+    check_works(unix_pair)
+    for breaker, epoch in ((0, 1), (1, 2)):
+        (link,) = unix_pair[breaker]._links.values()
+        link.close("broken by the test")
+        next_epoch(unix_pair, epoch)
+        check_works(unix_pair)
+
+
+# ---------------------------------------------------------------- strangers
+
+
+def connect(transport: SocketTransport) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(5)
+    sock.connect(transport.address.removeprefix("unix:"))
+    return sock
+
+
+def is_refused(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: localhost:1234\r\n\r\n".ljust(HELLO_BYTES), bytes(200)])
+def test_bytes_that_are_no_hello_are_refused(unix_pair: list[SocketTransport], garbage: bytes) -> None:
+    with connect(unix_pair[0]) as stranger:
+        stranger.sendall(garbage)
+        assert is_refused(stranger)
+    check_works(unix_pair)
+
+
+def test_a_wrong_token_is_refused(unix_pair: list[SocketTransport], tmp_path: Path) -> None:
+    with contextlib.closing(SocketTransport(5, f"unix:{tmp_path}/5", "guess")) as stranger:
+        stranger.set_addresses({0: unix_pair[0].address})
+        with pytest.raises(PeerLost, match="worker 0"):
+            stranger.exchange(CHANNEL, 0, [Part(0, data(8))], [Part(0, room(8))])
+    assert not unix_pair[0]._links
+
+
+def test_a_silent_stranger_stops_nobody(unix_pair: list[SocketTransport]) -> None:
+    with connect(unix_pair[0]) as silent, connect(unix_pair[1]) as half:
+        half.sendall(b"half")
+        check_works(unix_pair)
+        assert silent.fileno() > 0
+
+
+def test_random_bytes_on_a_link_break_it(unix_pair: list[SocketTransport]) -> None:
+    check_works(unix_pair)
+    (link,) = unix_pair[1]._links.values()
+    link.sock.send(b"x" * 100)
+    with pytest.raises(PeerLost, match="bytes arrived that are no frame"):
+        unix_pair[0].exchange(CHANNEL, 0, [], [Part(1, room(8))])
+
+
+def test_the_header_is_as_documented() -> None:
+    assert HEADER.pack(MAGIC, 1, 2, 3) == struct.pack("<I", 0xE1A557F2) + struct.pack("<IQQ", 1, 2, 3)
+
+
+# ---------------------------------------------------------------- limits and ends
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("unix:", "must be unix:/path or tcp:host:port"),
+        ("tcp:localhost", "must be unix:/path or tcp:host:port"),
+        ("tcp:0.0.0.0:0", "cannot be dialled by peers"),
+        ("unix:/tmp/" + "x" * 120, "at most 107 are possible"),
+    ],
+)
+def test_an_address_that_cannot_work_is_refused(address: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        SocketTransport(0, address, "secret")
+
+
+def test_a_peer_without_address_and_oneself_are_refused(unix_pair: list[SocketTransport]) -> None:
+    with pytest.raises(ValueError, match="worker 0 cannot send to itself"):
+        unix_pair[0].post(CHANNEL, 0, Part(0, data(1)))
+    with pytest.raises(ValueError, match="worker 9 has no address"):
+        unix_pair[0].post(CHANNEL, 0, Part(9, data(1)))
+
+
+@pytest.mark.parametrize("scheme", ["unix", "tcp"])
+def test_close_leaves_no_descriptor_thread_or_file(tmp_path: Path, scheme: str) -> None:
+    fds, threads = set(os.listdir("/proc/self/fd")), threading.active_count()
+    with transports(2, tmp_path, scheme) as made:
+        check_works(made)
+        made[0].post(CHANNEL, 1, Part(1, data(4 * MIB)))
+        join = in_thread(lambda: made[0].exchange(CHANNEL + 1, 1, [], [Part(1, room(8))]))
+        wait_until(lambda: len(made[1]._links) == 2)
+        made[0].close()
+        made[0].close()
+        with pytest.raises(EpochChanged):
+            join()
+    wait_until(lambda: threading.active_count() == threads)
+    assert set(os.listdir("/proc/self/fd")) == fds
+    assert not os.listdir(tmp_path)

@@ -1,0 +1,76 @@
+"""The grammar of faults."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_elas.spec.errors import BadUsage
+from megatron_elas.spec.faults import PHASES_WITH_MICROBATCH, Fault, FaultKind, FaultPhase, check_faults, parse_fault
+
+counts = st.integers(0, 10**9)
+
+
+@st.composite
+def faults(draw: st.DrawFn) -> Fault:
+    phase = draw(st.sampled_from(FaultPhase))
+    microbatch = draw(st.none() | counts) if phase in PHASES_WITH_MICROBATCH else None
+    kind = draw(st.sampled_from(FaultKind))
+    return Fault(kind=kind, worker=draw(counts), step=draw(counts), phase=phase, microbatch=microbatch)
+
+
+@given(faults())
+def test_the_text_of_a_fault_is_read_back(fault: Fault) -> None:
+    assert parse_fault(str(fault)) == fault
+
+
+def test_the_example_of_the_documentation_is_read() -> None:
+    assert parse_fault("kill:worker=3@step=5,phase=forward,microbatch=2") == Fault(
+        kind=FaultKind.KILL, worker=3, step=5, phase=FaultPhase.FORWARD, microbatch=2
+    )
+
+
+def test_spaces_and_the_order_of_the_place_do_not_matter() -> None:
+    assert parse_fault(" stop:worker=1@phase=commit, step=7 ") == parse_fault("stop:worker=1@step=7,phase=commit")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "cannot be read"),
+        ("kill", "cannot be read"),
+        ("kill:worker=1", "cannot be read"),
+        ("murder:worker=1@step=1,phase=commit", "unknown kind 'murder'"),
+        ("kill:worker=1@step=1,phase=lunch", "unknown phase 'lunch'"),
+        ("kill:worker=x@step=1,phase=commit", "worker must be a number from 0 up, got 'x'"),
+        ("kill:worker=-1@step=1,phase=commit", "worker must be a number"),
+        ("kill:worker=1@step=1.5,phase=commit", "step must be a number"),
+        ("kill:worker=1@step=²,phase=commit", "step must be a number"),
+        ("kill:worker=1@phase=commit", "step is missing"),
+        ("kill:rank=1@step=1,phase=commit", "unknown field rank"),
+        ("kill:worker=1@step=1,phase=commit,step=2", "step is given twice"),
+        ("kill:worker=1@step=1,phase", "'phase' is not name=value"),
+        ("kill:worker=1@step=1,phase=commit,microbatch=0", "phase commit has no micro-batches"),
+    ],
+)
+def test_text_that_cannot_be_read_is_bad_usage_and_shows_the_grammar(text: str, words: str) -> None:
+    with pytest.raises(BadUsage) as refused:
+        parse_fault(text)
+    assert words in str(refused.value)
+    assert "KIND:worker=W@step=S,phase=P[,microbatch=M]" in str(refused.value)
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        parse_fault(text)
+    except BadUsage as error:
+        assert len(str(error).splitlines()) == 1, "one sentence, whatever the text holds"
+
+
+def test_a_fault_of_an_unknown_worker_is_refused() -> None:
+    fault = parse_fault("kill:worker=4@step=1,phase=commit")
+    check_faults([fault], 5)
+    with pytest.raises(BadUsage, match="no worker 4, the job has workers 0 to 3"):
+        check_faults([fault], 4)
