@@ -15,6 +15,7 @@ from megatron_elas.control.messages import FaultFired, Hello, Quiesce
 from megatron_elas.control.port import LinkPort
 from megatron_elas.host.attachment import Attachment, detach
 from megatron_elas.host.join import join_megatron
+from megatron_elas.host.sample_log import SampleLog
 from megatron_elas.host.requirements import check_elastic_arguments, describe_job
 from megatron_elas.platform.detect import detect
 from megatron_elas.runtime.communicator.communicator import Communicator
@@ -75,7 +76,7 @@ class Worker:
             args, self.job, start.plan, self._transport, communicator, self._session, self._strike
         )
         if args.elastic_sample_log is not None:
-            self.attachment.observe_samples = _SampleLog(args.elastic_sample_log, environment.worker)
+            self.attachment.sample_log = SampleLog(args.elastic_sample_log, environment.worker)
 
     def finish(self) -> None:
         """Leave after the end of training."""
@@ -89,6 +90,8 @@ class Worker:
 
     def _close(self) -> None:
         detach()
+        if self.attachment.sample_log is not None:
+            self.attachment.sample_log.close()
         self._link.close()
         self._transport.close()
 
@@ -110,16 +113,6 @@ class Worker:
     def _strike(self, step: int, phase: str, microbatch: int | None) -> None:
         if self._faults.pending:
             self._faults.at(step, FaultPhase(phase), microbatch)
-
-
-class _SampleLog:
-    """Appends ``step id id ...`` for every micro-batch that this worker reads, to ``PREFIX.WORKER``."""
-
-    def __init__(self, prefix: str, worker: int) -> None:
-        self._file = Path(f"{prefix}.{worker}").open("a", buffering=1)
-
-    def __call__(self, step: int, ids: tuple[int, ...]) -> None:
-        self._file.write(f"{step} {' '.join(map(str, ids))}\n")
 
 
 def _own_address(controller: str) -> str:

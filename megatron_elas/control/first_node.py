@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +30,19 @@ async def run_first_node(options: LaunchOptions) -> EndJob:
     Raises:
         BadUsage: A port is in use, or preloading failed. Nothing runs any more then.
     """
-    with make_run_dir() as run_dir:
-        node = FirstNode(options, run_dir)
-        with handling_signals(node.terminate):
-            return await node.run()
+    node = FirstNode(options)
+    with handling_signals(node.terminate), make_run_dir() as run_dir:
+        return await node.run(run_dir)
 
 
 class FirstNode:
     """Connects controller and agent, which know nothing of each other."""
 
-    def __init__(self, options: LaunchOptions, run_dir: Path) -> None:
+    def __init__(self, options: LaunchOptions) -> None:
         """Prepare; raises BadUsage when the master port is in use."""
         self._options = options
-        self._run_dir = run_dir
         self._agent: Agent | None = None
-        self._port = 0
+        self._start_workers: Callable[[], None] | None = None
         self._welcome = Welcome(
             master_address=options.master_address,
             master_port=_find_port() if options.master_port is None else _check_port(options.master_port),
@@ -63,23 +63,26 @@ class FirstNode:
         else:
             self._service.apply(Terminate(signum=signum))
 
-    async def run(self) -> EndJob:
+    async def run(self, run_dir: Path) -> EndJob:
         """From listening to the end of the last worker."""
         options = self._options
         host = "127.0.0.1" if options.nnodes == 1 else "0.0.0.0"
         async with contextlib.AsyncExitStack() as stack:
             try:
-                self._port = await stack.enter_async_context(self._service.serve(host, options.controller_port))
+                port = await stack.enter_async_context(self._service.serve(host, options.controller_port))
             except OSError as error:
                 raise BadUsage(
                     f"cannot listen on {host}:{options.controller_port} ({error.strerror}): end the job that uses "
                     f"the port, or choose another with --controller-port"
                 ) from error
-            write_job_file(self._run_dir, make_job_file(options, "127.0.0.1", self._port))
+            write_job_file(run_dir, make_job_file(options, "127.0.0.1", port))
             agent = await self._launch_agent()
             if agent is not None:
                 stack.push_async_callback(agent.close)
+                environ = make_shared_environ(options, os.environ)
+                requests = make_requests(options, self._welcome, port, run_dir, environ)
                 self._agent = agent
+                self._start_workers = functools.partial(agent.start, requests)
                 self._service.apply(AgentHello(node=0, host=socket.gethostname(), workers=options.workers))
             return await asyncio.shield(self._service.ended)
 
@@ -104,12 +107,9 @@ class FirstNode:
         return launching.result()
 
     def _order_agent(self, order: ToAgent) -> None:
-        if self._agent is None:
-            return
-        if isinstance(order, Welcome):
-            environ = make_shared_environ(self._options, os.environ)
-            self._agent.start(make_requests(self._options, order, self._port, self._run_dir, environ))
-        else:
+        if isinstance(order, Welcome) and self._start_workers is not None:
+            self._start_workers()
+        elif self._agent is not None:
             self._agent.obey(order)
 
     def _show(self, recovery: ShowRecovery) -> None:

@@ -31,7 +31,8 @@ def become_worker(request: StartWorker, starter_pid: int) -> NoReturn:
         _exec_python(request.target)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # a line is one write, and is out when the worker dies
+            # A line is one write: whole among those of other workers, and out when the worker dies.
+            stream.reconfigure(line_buffering=True, write_through=False)
     _end(_run(request.target))
 
 

@@ -26,7 +26,7 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument(
         "--elastic-sample-log",
         metavar="PREFIX",
-        help="Append the step and the sample ids of every training micro-batch that a worker reads to PREFIX.WORKER.",
+        help="Write the sample ids of every step to PREFIX.WORKER, one JSON line per step.",
     )
     return parser
 

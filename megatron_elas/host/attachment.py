@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_elas.host.optimizer import OptimizerFactory
 from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.host.schedule import PassCounter
+from megatron_elas.host.sample_log import SampleLog
 from megatron_elas.host.training import MegatronHost
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.ports import FaultPoint
@@ -30,8 +30,9 @@ class Attachment:
     pipeline: RoutedPipeline
     counter: PassCounter
     strike: FaultPoint
-    observe_samples: Callable[[int, tuple[int, ...]], None] | None = None
-    """Called with (step, sample ids) for every micro-batch this worker reads for training."""
+    sample_log: SampleLog | None = None
+    samples: list[int] = field(default_factory=list)
+    """Sample ids that this worker has read for the step under way."""
     factory: OptimizerFactory | None = None
     loaders: dict[str, Any] = field(default_factory=dict)
     """SeekableLoader by split: train, valid, test."""

@@ -44,6 +44,7 @@ def _wrap_train_step(original: Any) -> Any:
 
         def body(step: int) -> Any:
             host.begin_step(step, data_iterator)
+            attached.samples.clear()
             attached.counter.begin(step)
             outcome = original(
                 forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config,
@@ -51,6 +52,9 @@ def _wrap_train_step(original: Any) -> Any:
             )  # fmt: skip
             attached.counter.begin(-1)
             host.end_step()
+            if attached.sample_log is not None:
+                plan, seat = attached.route.plan, attached.route.seat
+                attached.sample_log.write(plan.epoch, step, seat.stage, attached.samples)
             return outcome
 
         outcome = attached.session.run_step(iteration, body)
@@ -192,8 +196,7 @@ def _make_seekable(
         return share_items(num_items, len(plan.placement.stages[seat.stage]))[seat.cell]
 
     def observe(ids: tuple[int, ...]) -> None:
-        if attached.observe_samples is not None and attached.counter.step >= 0:
-            attached.observe_samples(attached.counter.step, ids)
+        attached.samples.extend(ids)
 
     attached.loaders[split] = SeekableLoader(
         dataset=stock.dataset,

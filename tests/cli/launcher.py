@@ -52,10 +52,10 @@ class Job:
                 self._changed.notify_all()
 
     def wait_for(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
-        """Until so many lines of its output match."""
+        """Until the pattern is so many times in its output; lines of fresh Pythons may run into each other."""
 
         def find() -> list[re.Match[str]]:
-            return [match for line in self.lines if (match := re.search(pattern, line))]
+            return list(re.finditer(pattern, "".join(self.lines)))
 
         with self._changed:
             assert self._changed.wait_for(lambda: len(find()) >= count, WAIT_S), f"no {pattern!r} in {self.lines}"

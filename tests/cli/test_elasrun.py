@@ -20,7 +20,9 @@ from tests.cli.launcher import FAST, TOY, WAIT_S, elasrun, launched, wait_gone, 
 pytestmark = pytest.mark.process
 
 WAIT_SCRIPT = "import signal, sys, threading\nprint('up', flush=True)\nthreading.Event().wait()\n"
-STUBBORN_SCRIPT = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT_SCRIPT
+STUBBORN_SCRIPT = (
+    "import signal\nsignal.signal(signal.SIGTERM, lambda *_: print('not now', flush=True))\n" + WAIT_SCRIPT
+)
 
 
 def run_dirs() -> list[str]:
@@ -149,10 +151,9 @@ def test_workers_that_do_not_listen_are_killed_after_the_grace_period(tmp_path: 
 def test_a_second_signal_does_not_wait_for_the_grace_period(tmp_path: Path) -> None:
     with launched("--grace-s", "1000", write_script(tmp_path, STUBBORN_SCRIPT)) as job:
         job.wait_for("up")
-        [worker] = [child for child in job.descendants() if not child.children()]
         job.process.terminate()
-        while not (worker.status() == psutil.STATUS_ZOMBIE or job.process.poll() is not None):
-            job.process.terminate()
+        job.wait_for("not now")
+        job.process.terminate()
         assert job.finish().code == 143
 
 
@@ -300,10 +301,8 @@ def test_a_job_that_loses_a_worker_goes_on_with_the_others(fault: str, reason: s
 def test_a_second_loss_during_the_recovery_is_recovered_from_too() -> None:
     outcome = elasrun(
         "--nproc-per-node", "4", *FAST, TOY, "1", "4", "2",
-        "kill:worker=3@step=5,phase=between", "kill:worker=1@step=5,phase=recovery",
+        "kill:worker=3@step=5,phase=between", "kill:worker=1@step=999,phase=recovery",
     )  # fmt: skip
-    if "fault strikes: kill:worker=1" not in outcome.err:
-        pytest.skip("worker 1 was not in step 5 when worker 3 died, so its fault had no place to strike")
     assert outcome.code == 0, outcome
     assert "now      stage 0: [0] [2]" in outcome.out
 

@@ -72,7 +72,13 @@ def serving(
         orders: queue.Queue[ToAgent] = queue.Queue()
         shown: queue.Queue[ShowRecovery] = queue.Queue()
         launch = Launch(nnodes=nnodes, workers_per_node=world_size // nnodes, timeouts=timeouts)
-        service = ControlService(launch=launch, token=TOKEN, welcome=WELCOME, local_agent=orders.put, show=shown.put)
+        service = ControlService(
+            launch=launch,
+            token=TOKEN,
+            welcome=WELCOME,
+            local_agent=lambda order: None if isinstance(order, Welcome) else orders.put(order),
+            show=shown.put,
+        )
         async with service.serve("127.0.0.1", 0) as port:
             served = Served(service, asyncio.get_running_loop(), port)
             served.orders, served.shown = orders, shown

@@ -272,7 +272,7 @@ def test_noise_on_the_port_disturbs_nobody() -> None:
 def test_an_agent_is_welcomed_reports_and_is_told_to_stop() -> None:
     with serving(4, nnodes=2) as served, dialled(served) as agent:
         agent.send(encode(AgentHello(node=1, host="there", workers=(2, 3))))
-        assert decode_to_agent(agent.recv(timeout=WAIT_S)) == WELCOME
+        assert decode_to_agent(agent.recv(timeout=WAIT_S)) == WELCOME, "it completes the nodes"
         agent.send(encode(exited(2, 7)))
         order = decode_to_agent(agent.recv(timeout=WAIT_S))
         assert isinstance(order, StopAll) and order.exit_code == 7

@@ -86,7 +86,7 @@ class Toy:
                 continue
             for phase in ("settle", "groups", "restore", "rebuild", "verify"):
                 marks_s[phase] = time.time()
-            self.injector.at(self.step, FaultPhase.RECOVERY)
+            self.injector.at(recover.settlement.resume_step, FaultPhase.RECOVERY)
             self.plan, self.epoch = recover.plan, quiesce.epoch
             self.num_lost += len(quiesce.lost)
             print(f"worker {self.worker} goes on: {recover.plan.placement.describe()}", flush=True)

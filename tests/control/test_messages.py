@@ -1,0 +1,81 @@
+"""Messages survive the wire, and nothing else does."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_elas.control import messages
+from megatron_elas.control.messages import (
+    BadMessage,
+    Message,
+    decode_from_client,
+    decode_to_agent,
+    decode_to_worker,
+    encode,
+)
+from megatron_elas.planner.plan import initial_plan
+from megatron_elas.spec.events import LossReason, WorkerLost
+from megatron_elas.spec.plan import Settlement
+from megatron_elas.spec.report import RecoveryReport
+from tests.control.jobs import make_hello, make_job, make_report
+
+JOB = make_job(pipeline=2, data=2, tensor=2)
+PLAN = initial_plan(JOB, {worker: "d" for worker in range(8)})
+LOSS = WorkerLost(worker=1, reason=LossReason.SILENT, detail="x", at_s=1.5, fault_s=0.5)
+
+EXAMPLES: list[Message] = [
+    make_hello(3, JOB),
+    messages.Heartbeat(worker=1, epoch=2, step=3),
+    messages.PeerUnreachable(worker=1, epoch=2, peer=3, detail="x"),
+    messages.Settled(report=make_report(1, 2, PLAN)),
+    messages.Recovered(report=RecoveryReport(worker=1, epoch=2, resume_step=3, marks_s={"settle": 1.0})),
+    messages.FaultFired(worker=1, fault="x", at_s=1.0),
+    messages.Failed(worker=1, exit_code=4, sentence="x"),
+    messages.Finished(worker=1),
+    messages.Start(plan=PLAN, addresses={0: "a", 7: "b"}),
+    messages.Quiesce(epoch=1, lost=(LOSS,)),
+    messages.Recover(
+        plan=PLAN,
+        settlement=Settlement(base_epoch=0, resume_step=1, lead_step=2),
+        addresses={0: "a"},
+        plan_s=0.1,
+    ),
+    messages.Inject(fault="x"),
+    messages.Stop(exit_code=3, sentence="x"),
+    messages.AgentHello(node=1, host="h", workers=(2, 3)),
+    messages.WorkerExited(worker=1, status=-9, at_s=1.0),
+    messages.Welcome(master_address="a", master_port=1, run_id="r"),
+    messages.KillWorker(worker=1),
+    messages.StopAll(exit_code=1, sentence="x"),
+    messages.InjectRequest(fault="x"),
+    messages.StatusRequest(),
+]
+READERS = {
+    messages.FromClient: decode_from_client,
+    messages.ToWorker: decode_to_worker,
+    messages.ToAgent: decode_to_agent,
+}
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_message_is_read_back_by_those_it_is_for_and_by_nobody_else(message: Message) -> None:
+    for kinds, decode in READERS.items():
+        if isinstance(message, kinds):
+            assert decode(encode(message)) == message
+        else:
+            with pytest.raises(BadMessage):
+                decode(encode(message))
+
+
+@given(st.binary(max_size=50) | st.text(max_size=50))
+def test_any_bytes_are_refused_with_a_sentence(noise: bytes | str) -> None:
+    with pytest.raises(BadMessage, match="not a message of protocol version 1"):
+        decode_from_client(noise)
+
+
+def test_values_that_make_no_sense_are_refused_with_the_field() -> None:
+    text = encode(make_hello(0, JOB)).replace('"micro_batch_size":1', '"micro_batch_size":0')
+    with pytest.raises(BadMessage, match=r"micro_batch_size must be at least 1.*job"):
+        decode_from_client(text)
