@@ -159,7 +159,7 @@ class ControlLink:
                         f"worker {self._worker} did not hear {what} within {timeout_s:g} s: see elasrun's output for "
                         f"the worker that is waited for"
                     )
-                self._changed.wait(left_s)
+                self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
 
     def close(self) -> None:
         """Say goodbye and end the threads. May be called again."""

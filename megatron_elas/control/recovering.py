@@ -7,7 +7,7 @@ may hold state in the layout of any plan sent out since.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_elas.control.commands import Command, MakePlan, Note, ShowRecovery, Tell, TellAgent
@@ -117,7 +117,7 @@ def _resume_if_ready(state: Settling) -> Step:
         return state, ()
     plans = {**state.outage.plans, plan.epoch: plan}
     try:
-        settlement = settle([_check_layouts(state.reports[worker], plans) for worker in survivors], plans)
+        settlement = settle([_keep_known_layouts(state.reports[worker], plans) for worker in survivors], plans)
     except StateInvalid as error:
         return stop(state, error.exit_code, f"{_because(state.outage)}: {error}")
     recover = Recover(
@@ -134,14 +134,16 @@ def _resume_if_ready(state: Settling) -> Step:
     return resuming, (Tell(workers=survivors, message=recover), note)
 
 
-def _check_layouts(report: SettleReport, plans: dict[int, ElasticPlan]) -> SettleReport:
-    unknown = [holding.epoch for holding in report.holdings if holding.epoch not in plans]
-    if unknown or not report.holdings:
+def _keep_known_layouts(report: SettleReport, plans: Mapping[int, ElasticPlan]) -> SettleReport:
+    """The report without layouts that are older than what all had recovered under."""
+    known = tuple(holding for holding in report.holdings if holding.epoch in plans)
+    if not known:
         raise StateInvalid(
-            f"worker {report.worker} holds state in the layouts of epochs {unknown}, plans in use are those of "
-            f"{sorted(plans)}. Restart from the newest checkpoint with --load"
+            f"worker {report.worker} holds state in the layouts of epochs "
+            f"{[holding.epoch for holding in report.holdings]}, plans in use are those of {sorted(plans)}. "
+            f"Restart from the newest checkpoint with --load"
         )
-    return report
+    return replace(report, holdings=known)
 
 
 def plan_refused(state: Settling, exit_code: ExitCode, sentence: str) -> Step:

@@ -55,6 +55,7 @@ def format_block(outage: Outage, plan: ElasticPlan, reports: Sequence[RecoveryRe
     lengths = phases_ms(outage.losses, slowest, plan_s)
     moved_bytes = sum(report.moved_bytes for report in reports)
     seated = plan.placement.workers
+    since = "the fault" if any(loss.fault_s is not None for loss in outage.losses) else "it was noticed"
     return "\n".join(
         [
             f"---- recovered: epoch {plan.epoch} " + "-" * 60,
@@ -62,7 +63,7 @@ def format_block(outage: Outage, plan: ElasticPlan, reports: Sequence[RecoveryRe
             f"before   {outage.began_in.describe()}",
             f"now      {plan.placement.describe()}",
             f"resumed  step {slowest.resume_step} on {len(seated)} of {len(outage.began_in.workers)} workers, "
-            f"{lengths['total']:.1f} ms after the fault, {moved_bytes / 1e6:.1f} MB moved",
+            f"{lengths['total']:.1f} ms after {since}, {moved_bytes / 1e6:.1f} MB moved",
             *_format_table(lengths, slowest.worker),
             "-" * 80,
         ]

@@ -9,6 +9,7 @@ import runpy
 import signal
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import NoReturn
 
@@ -57,6 +58,8 @@ def _run(target: Target) -> int:
     sys.argv = [target.name, *target.arguments]
     try:
         if target.is_module:
+            # It may have been preloaded, and is run again as __main__: that is meant.
+            warnings.filterwarnings("ignore", message=".*found in sys.modules", category=RuntimeWarning, module="runpy")
             sys.path[0] = str(Path.cwd())
             runpy.run_module(target.name, run_name="__main__", alter_sys=True)
         else:

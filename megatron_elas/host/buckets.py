@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 LAYER_ATTRIBUTE = "elas_layer"
 """Set on parameters of transformer layers: the layer's number."""
@@ -32,23 +32,33 @@ def bucket_size(numel: int, replicas: int) -> int:
     return math.ceil(numel / quantum) * quantum
 
 
+class BucketLayout(NamedTuple):
+    """Where everything lies in the flat buffer, in elements."""
+
+    index: dict[Any, tuple[int, int, int]]
+    """(start, end, bucket) of every parameter."""
+    buckets: list[tuple[int, int]]
+    """(start, end) of every bucket, as the first number of replicas shares it."""
+    unpadded: list[int]
+    """What each bucket's parameters take, without the padding at its end."""
+    numel: int
+    """The whole buffer, with the room after the last bucket."""
+
+
 def layer_buckets(
     params: Sequence[FlatParameter], replicas: int, align: int = 64
-) -> tuple[dict[Any, tuple[int, int, int]], list[tuple[int, int]], list[int]]:
+) -> BucketLayout:
     """Lay parameters out in reverse order (the order in which gradients become ready), a layer per bucket.
 
     Parameters outside of transformer layers (embedding, final norm, head) are buckets of their own. After
-    each bucket there is room for it to be cut for any smaller number of replicas: at most 128 elements per
-    replica.
+    each bucket, the last one too, there is room for it to be cut for any smaller number of replicas: at most
+    128 elements per replica.
 
     Args:
         params: In the order of ``named_parameters()``.
         replicas: How many share the buckets at first.
         align: Parameters start at multiples of it (in elements).
 
-    Returns:
-        (start, end, bucket) of every parameter; (start, end) of every bucket; and the elements that each
-        bucket's parameters take without the padding at its end.
     """
     index: dict[Any, tuple[int, int, int]] = {}
     buckets: list[tuple[int, int]] = []
@@ -64,9 +74,8 @@ def layer_buckets(
         position = math.ceil(end / align) * align
         end = position + param.numel()
         index[param] = (position, end, len(buckets))
-    if params:
-        _close(buckets, unpadded, start, end, replicas)
-    return index, buckets, unpadded
+    end = _close(buckets, unpadded, start, end, replicas) if params else 0
+    return BucketLayout(index=index, buckets=buckets, unpadded=unpadded, numel=end)
 
 
 def _close(buckets: list[tuple[int, int]], unpadded: list[int], start: int, end: int, replicas: int) -> int:

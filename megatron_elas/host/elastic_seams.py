@@ -261,11 +261,14 @@ def _layer_layout(
 ) -> Any:
     from megatron.core.optimizer.param_layout import PerBufferParamLayout
 
-    index, buckets, unpadded = layer_buckets(params, data_parallel_world_size)
+    layout = layer_buckets(params, data_parallel_world_size)
+    # Megatron makes buckets as parameters name them and takes the end of the last range as the size of the buffer:
+    # the extra range makes room, and no bucket.
+    room = (layout.buckets[-1][1], layout.numel)
     return PerBufferParamLayout(
-        param_index_map=index,
-        bucket_indices=buckets,
-        per_bucket_numel_unpadded=unpadded,
+        param_index_map=layout.index,
+        bucket_indices=[*layout.buckets, room],
+        per_bucket_numel_unpadded=layout.unpadded,
         param_indices=param_indices if param_indices is not None else [],
         num_optimizer_shards=data_parallel_world_size,
     )

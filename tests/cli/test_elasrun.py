@@ -37,7 +37,9 @@ def test_workers_get_torchruns_environment_and_their_arguments(method: str, tmp_
     script = write_script(
         tmp_path,
         "import json, os, sys\n"
-        "print(json.dumps({**os.environ, 'argv': sys.argv, 'name': __name__, 'path': sys.path[0]}))\n",
+        # One write: a fresh Python is unbuffered, and print() would write the newline by itself.
+        "seen = {**os.environ, 'argv': sys.argv, 'name': __name__, 'path': sys.path[0]}\n"
+        "sys.stdout.write(json.dumps(seen) + '\\n')\n",
     )
     outcome = elasrun("--nproc_per_node", "2", "--start-method", method, script, "--flag", "-m", "x")
     assert outcome.code == 0, outcome.err

@@ -339,6 +339,21 @@ def test_state_in_the_layout_of_an_unknown_plan_is_invalid(running: Director) ->
     assert stop_code(running) == ExitCode.STATE_INVALID
 
 
+def test_layouts_older_than_the_last_recovery_are_left_out(running: Director) -> None:
+    running = Director(make_job(pipeline=1, data=4)).start()
+    first = plan_of(running)
+    running.send(exited(3, -9))
+    running.settle(1, [0, 1, 2], first)
+    running.recover(1, [0, 1, 2])
+    second = plan_of(running)
+    running.send(exited(2, -9))
+    for worker in (0, 1):
+        holdings = (*make_report(worker, 2, second).holdings, *make_report(worker, 2, first).holdings)
+        running.send(Settled(report=SettleReport(worker=worker, epoch=2, step=5, holdings=holdings)))
+    [(_, recover)] = told(running.commands, Recover)[1:]
+    assert recover.settlement.base_epoch == 1
+
+
 def test_a_failure_that_nobody_can_mend_ends_the_job_with_its_code(running: Director) -> None:
     running.send(Failed(worker=2, exit_code=ExitCode.STATE_INVALID, sentence="shards differ"))
     assert stop_code(running) == ExitCode.STATE_INVALID

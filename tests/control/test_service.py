@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import statistics
 import threading
@@ -145,6 +146,12 @@ def test_waits_say_what_was_waited_for() -> None:
         pytest.raises(ElasticError, match=r"worker 0 did not hear an epoch after 0 within 0\.05 s"),
     ):
         members[0].link.wait_quiesce(0, 0.05)
+
+
+def test_a_wait_may_have_no_limit() -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        threading.Timer(0.05, served.apply, [exited(3)]).start()
+        assert members[0].link.wait_quiesce(0, math.inf).epoch == 1
 
 
 def test_training_goes_on_without_the_controller_until_it_is_needed() -> None:

@@ -30,9 +30,9 @@ def model(sizes: list[list[int]]) -> list[Parameter]:
 
 def test_layers_embedding_and_norm_are_buckets_of_their_own_in_reverse_order() -> None:
     params = model([[300, 20], [300, 20]])
-    index, buckets, _ = layer_buckets(params, 2)
-    assert [index[p][2] for p in params] == [3, 2, 2, 1, 1, 0]
-    assert len(buckets) == 4
+    layout = layer_buckets(params, 2)
+    assert [layout.index[p][2] for p in params] == [3, 2, 2, 1, 1, 0]
+    assert len(layout.buckets) == 4
 
 
 @given(
@@ -41,16 +41,17 @@ def test_layers_embedding_and_norm_are_buckets_of_their_own_in_reverse_order() -
 )
 def test_buckets_fit_any_number_of_replicas_up_to_the_first(sizes: list[list[int]], replicas: int) -> None:
     params = model(sizes)
-    index, buckets, unpadded = layer_buckets(params, replicas)
+    index, buckets, unpadded, total = layer_buckets(params, replicas)
+    assert total % math.lcm(128, replicas) == 0
     spans = sorted(index.values())
     assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), "parameters overlap"
     for number, ((start, end), numel) in enumerate(zip(buckets, unpadded, strict=True)):
-        following = buckets[number + 1][0] if number + 1 < len(buckets) else None
+        following = buckets[number + 1][0] if number + 1 < len(buckets) else total
         assert end - start == bucket_size(numel, replicas)
         assert start % replicas == 0 and end % math.lcm(128, replicas) == 0
         for fewer in range(1, replicas + 1):
             size = bucket_size(numel, fewer)
             assert size % fewer == 0 and size >= numel
-            assert following is None or start + size <= following
+            assert start + size <= following
     for start, end, bucket in index.values():
         assert buckets[bucket][0] <= start and end <= buckets[bucket][0] + unpadded[bucket]

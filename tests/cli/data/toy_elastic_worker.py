@@ -54,7 +54,7 @@ class Toy:
             self.worker,
             lambda fault, at_s: self.link.send(FaultFired(worker=self.worker, fault=str(fault), at_s=at_s)),
         )
-        self.plan: ElasticPlan = self.link.wait_start(WAIT_S).plan
+        self.plans: list[ElasticPlan] = [self.link.wait_start(WAIT_S).plan]
         print(f"worker {self.worker} starts", flush=True)
 
     def train(self, num_losses: int) -> None:
@@ -71,14 +71,18 @@ class Toy:
                 self.step += 1
             self.link.progress(self.epoch, self.step)
 
+    def hold(self, plan: ElasticPlan) -> Holding:
+        """All that the plan asks for: a toy never lets a layout go."""
+        wards = dict.fromkeys(plan.wards_of(self.worker), VERSIONS)
+        return Holding(epoch=plan.epoch, live=self.step, kept=VERSIONS, wards=wards)
+
     def recover(self) -> RecoveryReport:
         while True:
             self.quiesced.clear()
             marks_s = {"quiesce": time.time()}
             quiesce = self.link.wait_quiesce(self.epoch, WAIT_S)
-            wards = dict.fromkeys(self.plan.wards_of(self.worker), VERSIONS)
-            holding = Holding(epoch=self.plan.epoch, live=self.step, kept=VERSIONS, wards=wards)
-            report = SettleReport(worker=self.worker, epoch=quiesce.epoch, step=self.step, holdings=(holding,))
+            holdings = tuple(self.hold(plan) for plan in reversed(self.plans))
+            report = SettleReport(worker=self.worker, epoch=quiesce.epoch, step=self.step, holdings=holdings)
             self.link.send(Settled(report=report))
             try:
                 recover = self.link.wait_recover(quiesce.epoch, WAIT_S)
@@ -87,7 +91,8 @@ class Toy:
             for phase in ("settle", "groups", "restore", "rebuild", "verify"):
                 marks_s[phase] = time.time()
             self.injector.at(recover.settlement.resume_step, FaultPhase.RECOVERY)
-            self.plan, self.epoch = recover.plan, quiesce.epoch
+            self.plans.append(recover.plan)
+            self.epoch = quiesce.epoch
             self.num_lost += len(quiesce.lost)
             print(f"worker {self.worker} goes on: {recover.plan.placement.describe()}", flush=True)
             return RecoveryReport(

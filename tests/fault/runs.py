@@ -1,0 +1,149 @@
+"""Runs a job under ``elasrun`` and reads what it printed and recorded."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_elas.host.sample_log import read_samples
+
+REPO = Path(__file__).resolve().parents[2]
+RECORDER = Path(__file__).parent / "recorder.py"
+ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples: +(\d+) .*? lm loss: ([0-9.E+-]+)")
+STEPS = 16
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --seq-length 64 --max-position-embeddings 64 --normalization RMSNorm "
+    "--position-embedding-type rope --swiglu --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer --micro-batch-size 1 "
+    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-decay-iters 100 --weight-decay 0.1 --clip-grad 1.0 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --log-interval 1 --eval-interval 1000 --eval-iters 0 "
+    "--num-workers 0"
+).split()
+QUICK_TIMEOUTS = ("--heartbeat-interval-s=0.2", "--heartbeat-timeout-s=3", "--settle-timeout-s=20", "--grace-s=2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A finished job."""
+
+    code: int
+    output: str
+    folder: Path
+
+    @property
+    def iterations(self) -> list[int]:
+        """Numbers of Megatron's iteration lines, as printed."""
+        return [int(number) for number, _, _ in ITERATION.findall(self.output)]
+
+    @property
+    def consumed(self) -> list[int]:
+        """Consumed samples of the iteration lines."""
+        return [int(samples) for _, samples, _ in ITERATION.findall(self.output)]
+
+    @property
+    def losses(self) -> list[float]:
+        """Losses of the iteration lines."""
+        return [float(loss) for _, _, loss in ITERATION.findall(self.output)]
+
+    @property
+    def samples(self) -> dict[int, dict[int, list[int]]]:
+        """Sample ids by step and stage."""
+        return read_samples(str(self.folder / "samples"))
+
+    def records(self, name: str) -> dict[int, dict[str, Any]]:
+        """Records of that name, by worker."""
+        return {
+            int(path.suffixes[-2][1:]): torch.load(path) for path in sorted(self.folder.glob(f"{name}.*.pt"))
+        }
+
+    @property
+    def fired(self) -> list[str]:
+        """Faults that struck, as printed by the worker just before."""
+        return re.findall(r"fault strikes: (\S+)", self.output)
+
+
+def run_job(
+    folder: Path,
+    flags: Sequence[str],
+    *,
+    workers: int,
+    faults: Sequence[str] = (),
+    versions: Sequence[int] = (),
+    steps: int = STEPS,
+    batch: int = 8,
+    timeout_s: float = 100,
+) -> Run:
+    """Train the small model on ``workers`` workers with --elastic; ``folder`` is made and filled."""
+    folder.mkdir(parents=True)
+    command = [
+        sys.executable, "-m", "megatron_elas.cli.elasrun", f"--nproc-per-node={workers}", *QUICK_TIMEOUTS,
+        "--preload=megatron_elas.pretrain_gpt:preload", str(RECORDER), *MODEL, f"--train-iters={steps}",
+        f"--global-batch-size={batch}", "--elastic", f"--elastic-sample-log={folder / 'samples'}", *flags,
+    ]  # fmt: skip
+    for fault in faults:
+        command += ["--elastic-inject", fault]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPO),
+        "PYTHONWARNINGS": "ignore",
+        "ELAS_TEST_OUT": str(folder),
+        "ELAS_TEST_VERSIONS": ",".join(map(str, versions)),
+    }
+    with subprocess.Popen(
+        command, env=environment, cwd=REPO, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            output, _ = process.communicate(timeout=30)
+            raise AssertionError(f"not finished after {timeout_s} s:\n{output[-6000:]}") from None
+    return Run(code=process.returncode, output=output, folder=folder)
+
+
+def assemble(records: dict[int, dict[str, Any]]) -> dict[tuple[int, int, str], torch.Tensor]:
+    """(stage, lane, parameter name) -> (3, numel): master, exp_avg, exp_avg_sq, put together from all shards.
+
+    Asserts that every element has exactly one owner.
+    """
+    found: dict[tuple[int, int, str], list[tuple[int, int, torch.Tensor]]] = {}
+    for record in records.values():
+        for name, start, stop, values in record["pieces"]:
+            found.setdefault((record["stage"], record["lane"], name), []).append((start, stop, values))
+    whole = {}
+    for key, pieces in found.items():
+        pieces.sort(key=lambda piece: piece[0])
+        ends = [stop for _, stop, _ in pieces]
+        assert [start for start, _, _ in pieces] == [0, *ends[:-1]], f"{key} is not covered exactly once: {pieces}"
+        whole[key] = torch.cat([values for _, _, values in pieces], dim=1)
+    return whole
+
+
+def assert_same_training(run: Run, calm: Run, *, relative: float = 1e-5) -> None:
+    """Iteration lines without gap or repeat, and losses, samples, parameters and optimizer state of the undisturbed run.
+
+    Losses to ``relative``: sums over micro-batches are associated differently once cells have left. Adam divides by
+    the root of the second moment, so for parameters whose gradients are near zero rounding shows most: parameters
+    and state are compared to 1e-3 of each parameter's largest entry, which the loss of a single sample exceeds.
+    """
+    assert run.code == 0, run.output[-6000:]
+    assert run.iterations == calm.iterations == list(range(1, len(calm.iterations) + 1))
+    assert run.consumed == calm.consumed
+    assert run.samples == calm.samples
+    for step, (got, want) in enumerate(zip(run.losses, calm.losses, strict=True)):
+        assert abs(got - want) <= relative * want, f"step {step}: loss {got}, undisturbed {want}"
+    ours, theirs = assemble(run.records("final")), assemble(calm.records("final"))
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        scale = value.abs().amax(dim=1, keepdim=True)
+        error = ((ours[key] - value).abs() / scale.clamp(min=1e-30)).amax()
+        assert error <= 1e-3, f"{key}: differs by {error:.1e} of its largest entry"

@@ -1,0 +1,108 @@
+"""Any one worker of a PP2 x DP2 grid is lost at a scripted moment; training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.fault.runs import Run, assert_same_training, run_job
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+
+GRID = ("--pipeline-model-parallel-size=2",)
+AT = 5
+"""Step in which the fault strikes; 10 more follow."""
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The undisturbed run."""
+    return run_job(tmp_path_factory.mktemp("calm") / "run", GRID, workers=4)
+
+
+def lose(tmp_path: Path, *faults: str) -> Run:
+    """A run with these faults, all of which must have struck."""
+    run = run_job(tmp_path / "run", GRID, workers=4, faults=faults)
+    assert sorted(run.fired) == sorted(faults), run.output[-6000:]
+    return run
+
+
+def assert_nothing_stale(run: Run, survivors: set[int]) -> None:
+    """No live object of any survivor knows the lost worker, and every group works."""
+    records = run.records("final")
+    assert records.keys() == survivors
+    for worker, record in records.items():
+        assert record["problems"] == [], f"worker {worker}"
+        assert len(record["reduced"]) > 5
+        assert {name for name, (size, total) in record["reduced"].items() if size != total} == set()
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("worker", [0, 1, 3], ids=["first-worker", "first-stage", "last-stage-and-logging"])
+def test_a_killed_worker_changes_neither_losses_nor_samples_nor_the_log(
+    worker: int, phase: str, calm: Run, tmp_path: Path
+) -> None:
+    run = lose(tmp_path, f"kill:worker={worker}@step={AT},phase={phase},microbatch=2")
+    assert_same_training(run, calm)
+    assert_nothing_stale(run, {0, 1, 2, 3} - {worker})
+    assert run.output.count("---- recovered: epoch 1 ") == 1
+    assert f"lost     worker {worker} " in run.output
+
+
+def test_the_phases_of_the_printed_table_add_up_to_its_total(tmp_path: Path) -> None:
+    run = lose(tmp_path, f"kill:worker=2@step={AT},phase=forward,microbatch=1")
+    header, values = re.search(r"ms +(detect .*total)\n +([0-9. ]+)  \(worker", run.output).groups()  # type: ignore[union-attr]
+    assert header.split() == [
+        "detect", "quiesce", "settle", "plan", "groups", "restore", "rebuild", "verify", "first_step", "total",
+    ]  # fmt: skip
+    *phases, total = map(float, values.split())
+    assert sum(phases) == pytest.approx(total, abs=0.05)
+    assert total > 0 and phases[-1] > 0
+
+
+@pytest.mark.parametrize("kind", ["exit", "stop", "exception"])
+def test_other_ways_to_go_end_in_the_same_recovery(kind: str, calm: Run, tmp_path: Path) -> None:
+    run = lose(tmp_path, f"{kind}:worker=2@step={AT},phase=backward,microbatch=1")
+    assert_same_training(run, calm)
+    assert_nothing_stale(run, {0, 1, 3})
+
+
+@pytest.mark.parametrize("phase", ["optimizer", "commit", "between"])
+def test_a_worker_lost_around_the_end_of_a_step_loses_no_step(phase: str, calm: Run, tmp_path: Path) -> None:
+    run = lose(tmp_path, f"kill:worker=0@step={AT},phase={phase}")
+    assert_same_training(run, calm)
+
+
+def test_survivors_keep_their_processes(calm: Run, tmp_path: Path) -> None:
+    run = lose(tmp_path, f"kill:worker=1@step={AT},phase=forward")
+    assert len({record["pid"] for record in run.records("final").values()}) == 3
+    assert "worker joined" not in run.output.partition("fault strikes")[2]
+
+
+def test_two_workers_of_different_stages_are_lost_one_after_the_other(calm: Run, tmp_path: Path) -> None:
+    run = lose(
+        tmp_path,
+        "kill:worker=0@step=3,phase=forward,microbatch=1",
+        "kill:worker=3@step=6,phase=backward,microbatch=1",
+    )
+    assert_same_training(run, calm)
+    assert_nothing_stale(run, {1, 2})
+    assert "---- recovered: epoch 2 " in run.output
+
+
+def test_a_second_worker_lost_during_the_recovery_is_recovered_from_too(calm: Run, tmp_path: Path) -> None:
+    run = lose(tmp_path, "kill:worker=1@step=4,phase=forward,microbatch=1", "kill:worker=2@step=4,phase=recovery")
+    assert_same_training(run, calm)
+    assert_nothing_stale(run, {0, 3})
+
+
+def test_losing_a_whole_stage_ends_the_job_with_its_own_code_and_a_sentence(tmp_path: Path) -> None:
+    run = lose(
+        tmp_path,
+        "kill:worker=2@step=4,phase=forward,microbatch=1",
+        "kill:worker=3@step=6,phase=forward,microbatch=1",
+    )
+    assert run.code == 3
+    assert "stage 1 lost all its cells" in run.output and "--load" in run.output
