@@ -15,8 +15,8 @@ from megatron_elas.control.messages import FaultFired, Hello, Quiesce
 from megatron_elas.control.port import LinkPort
 from megatron_elas.host.attachment import Attachment, detach
 from megatron_elas.host.join import join_megatron
-from megatron_elas.host.sample_log import SampleLog
 from megatron_elas.host.requirements import check_elastic_arguments, describe_job
+from megatron_elas.host.sample_log import SampleLog
 from megatron_elas.platform.detect import detect
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.session import Session
@@ -68,9 +68,7 @@ class Worker:
         start = self._link.wait_start(JOIN_PATIENCE_S)
         self._transport.set_addresses(start.addresses)
         communicator = Communicator(self._transport, range(self.job.world_size))
-        self._session = Session(
-            environment.worker, start.plan, self._transport, communicator, self._port, self._strike
-        )
+        self._session = Session(environment.worker, start.plan, self._transport, communicator, self._port, self._strike)
         self.attachment: Attachment
         self.attachment, self.pretrain_arguments = join_megatron(
             args, self.job, start.plan, self._transport, communicator, self._session, self._strike

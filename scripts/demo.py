@@ -24,7 +24,11 @@ from megatron_elas.host.sample_log import read_samples
 
 REPO = Path(__file__).resolve().parent.parent
 LINE = re.compile(r"iteration +(\d+)/.*lm loss: ([0-9.E+-]+)")
-PACKAGES = ("asyncio", "collections", "concurrent", "email", "html", "http", "importlib", "json", "logging", "unittest", "xml")
+EVENT = re.compile(
+    r"fault strikes|elasrun:|---- recovered|-{80}$|(lost|before|now|resumed|ms) {2,}\S|[\d. ]+\(worker \d"
+)
+"""The launcher's words and the block that tells of a recovery."""
+PACKAGES = ("asyncio", "concurrent", "email", "html", "http", "importlib", "json", "logging", "unittest", "xml")
 """Of the standard library: some MB of text that is on every machine."""
 TOLERANCE = 1e-5
 """Relative, per step. Sums are associated differently once workers have left; in fp32 that is rounding."""
@@ -104,7 +108,7 @@ def run(command: list[str]) -> list[str]:
         for line in process.stdout:
             lines.append(line)
             if is_news(line):
-                print("  " + line.rstrip()[:200], flush=True)
+                print("  " + line.rstrip(), flush=True)
     if process.returncode != 0:
         sys.stdout.writelines(lines[-30:])
         print(f"failed with exit code {process.returncode}: {shlex.join(command)}")
@@ -114,12 +118,7 @@ def run(command: list[str]) -> list[str]:
 
 def is_news(line: str) -> bool:
     """Whether a line belongs on the demonstration's screen; Megatron prints some hundred at start."""
-    return bool(
-        LINE.search(line)
-        or line.startswith(("----", "lost ", "before ", "now ", "resumed ", "ms ", "    ", "fault strikes", "elasrun:"))
-        and "..." not in line
-        and "megatron" not in line
-    )
+    return bool(LINE.search(line) or EVENT.match(line))
 
 
 def compare(

@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron_elas.host.optimizer import OptimizerFactory
 from megatron_elas.host.pipeline import Route, RoutedPipeline
-from megatron_elas.host.schedule import PassCounter
 from megatron_elas.host.sample_log import SampleLog
+from megatron_elas.host.schedule import PassCounter
 from megatron_elas.host.training import MegatronHost
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.ports import FaultPoint

@@ -45,9 +45,7 @@ class BucketLayout(NamedTuple):
     """The whole buffer, with the room after the last bucket."""
 
 
-def layer_buckets(
-    params: Sequence[FlatParameter], replicas: int, align: int = 64
-) -> BucketLayout:
+def layer_buckets(params: Sequence[FlatParameter], replicas: int, align: int = 64) -> BucketLayout:
     """Lay parameters out in reverse order (the order in which gradients become ready), a layer per bucket.
 
     Parameters outside of transformer layers (embedding, final norm, head) are buckets of their own. After

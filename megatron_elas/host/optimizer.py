@@ -115,7 +115,7 @@ class ShardAccess:
         name_of = {param: name for name, param in named_parameters(self._model)}
         for optimizer in self._chained.chained_optimizers:
             found = []
-            for param, (gbuf, dtype, bucket) in optimizer.model_param_gbuf_map.items():
+            for param, (gbuf, _, bucket) in optimizer.model_param_gbuf_map.items():
                 owned = optimizer._get_model_param_range_map(param)
                 group, order = optimizer.model_param_group_index_map[param]
                 main = optimizer.optimizer.param_groups[group]["params"][order]

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_elas.spec.moves import plan_moves
 from megatron_elas.runtime.migration import apply_moves
 from megatron_elas.runtime.ports import Control, FaultPoint, Host, Order
 from megatron_elas.runtime.replicator import Replicator
@@ -21,6 +20,7 @@ from megatron_elas.runtime.state import WorkerState
 from megatron_elas.runtime.store import ShardStore
 from megatron_elas.runtime.transport.base import Transport
 from megatron_elas.spec.errors import EpochChanged, StateInvalid
+from megatron_elas.spec.moves import plan_moves
 from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.report import RecoveryReport
 
@@ -206,8 +206,8 @@ def check_digests(plan: ElasticPlan, rows: Sequence[Sequence[int]]) -> None:
         for column in (2, 3):
             if row[column] != first[column]:
                 raise StateInvalid(
-                    f"epoch {plan.epoch}: worker {worker} is at {FIELDS[column]} {row[column]}, worker {first_worker} at "
-                    f"{first[column]}: training cannot go on. Restart from the newest checkpoint with --load"
+                    f"epoch {plan.epoch}: worker {worker} is at {FIELDS[column]} {row[column]}, worker {first_worker} "
+                    f"at {first[column]}: training cannot go on. Restart from the newest checkpoint with --load"
                 )
     for stage in range(plan.placement.num_stages):
         for lane in range(plan.placement.tensor_parallel):

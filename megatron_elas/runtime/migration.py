@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_elas.spec.moves import Move
 from megatron_elas.runtime.channels import MIGRATION
 from megatron_elas.runtime.store import as_bytes
 from megatron_elas.runtime.transport.base import Part, Transport
+from megatron_elas.spec.moves import Move
 from megatron_elas.spec.shards import SLOTS
 
 

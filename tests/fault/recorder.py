@@ -34,7 +34,8 @@ def main() -> int:
     def record_end() -> None:
         attached = attachment()
         attached.communicator.muted = attached.communicator.tolerant = False
-        state = shard(attached) | {"pid": os.getpid(), "problems": find_stale(attached), "reduced": reduce_all(attached)}
+        state = shard(attached)
+        state |= {"pid": os.getpid(), "problems": find_stale(attached), "reduced": reduce_all(attached)}
         state["parameters"] = {name: param.detach().clone() for name, param in parameters(attached)}
         save("final", attached.worker, state)
         finish()

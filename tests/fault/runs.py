@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ REPO = Path(__file__).resolve().parents[2]
 RECORDER = Path(__file__).parent / "recorder.py"
 ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples: +(\d+) .*? lm loss: ([0-9.E+-]+)")
 STEPS = 16
-MODEL = (
+MODEL = shlex.split(
     "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --seq-length 64 --max-position-embeddings 64 --normalization RMSNorm "
     "--position-embedding-type rope --swiglu --disable-bias-linear --untie-embeddings-and-output-weights "
@@ -27,7 +28,7 @@ MODEL = (
     "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-decay-iters 100 --weight-decay 0.1 --clip-grad 1.0 "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --log-interval 1 --eval-interval 1000 --eval-iters 0 "
     "--num-workers 0"
-).split()
+)
 QUICK_TIMEOUTS = ("--heartbeat-interval-s=0.2", "--heartbeat-timeout-s=3", "--settle-timeout-s=20", "--grace-s=2")
 
 
@@ -61,9 +62,7 @@ class Run:
 
     def records(self, name: str) -> dict[int, dict[str, Any]]:
         """Records of that name, by worker."""
-        return {
-            int(path.suffixes[-2][1:]): torch.load(path) for path in sorted(self.folder.glob(f"{name}.*.pt"))
-        }
+        return {int(path.suffixes[-2][1:]): torch.load(path) for path in sorted(self.folder.glob(f"{name}.*.pt"))}
 
     @property
     def fired(self) -> list[str]:
@@ -129,7 +128,7 @@ def assemble(records: dict[int, dict[str, Any]]) -> dict[tuple[int, int, str], t
 
 
 def assert_same_training(run: Run, calm: Run, *, relative: float = 1e-5) -> None:
-    """Iteration lines without gap or repeat, and losses, samples, parameters and optimizer state of the undisturbed run.
+    """Iteration lines without gap or repeat, and losses, samples, optimizer state and masters of the undisturbed run.
 
     Losses to ``relative``: sums over micro-batches are associated differently once cells have left. Adam divides by
     the root of the second moment, so for parameters whose gradients are near zero rounding shows most: parameters

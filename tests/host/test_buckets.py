@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from hypothesis import given
@@ -44,7 +45,7 @@ def test_buckets_fit_any_number_of_replicas_up_to_the_first(sizes: list[list[int
     index, buckets, unpadded, total = layer_buckets(params, replicas)
     assert total % math.lcm(128, replicas) == 0
     spans = sorted(index.values())
-    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), "parameters overlap"
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "parameters overlap"
     for number, ((start, end), numel) in enumerate(zip(buckets, unpadded, strict=True)):
         following = buckets[number + 1][0] if number + 1 < len(buckets) else total
         assert end - start == bucket_size(numel, replicas)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_elas.spec.moves import plan_moves
 from megatron_elas.spec.errors import StateInvalid
+from megatron_elas.spec.moves import plan_moves
 from megatron_elas.spec.shards import Piece, ShardLayout
 
 
@@ -61,7 +61,12 @@ def test_the_shard_of_a_lost_worker_is_read_from_its_backup() -> None:
     old = cut([12], [0, 1, 2], 1)
     new = cut([12], [0, 2], 1)
     moves = plan_moves(old, new, {0: 0, 1: 2, 2: 2})
-    assert [(m.owner, m.source, m.target, m.numel) for m in moves] == [(0, 0, 0, 4), (1, 2, 0, 2), (1, 2, 2, 2), (2, 2, 2, 4)]
+    assert [(m.owner, m.source, m.target, m.numel) for m in moves] == [
+        (0, 0, 0, 4),
+        (1, 2, 0, 2),
+        (1, 2, 2, 2),
+        (2, 2, 2, 4),
+    ]
 
 
 def test_neighbouring_ranges_are_joined_across_parameters() -> None:
