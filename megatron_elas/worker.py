@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import socket
@@ -21,7 +22,7 @@ from megatron_elas.platform.detect import detect
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.session import Session
 from megatron_elas.runtime.transport.sockets import SocketTransport
-from megatron_elas.spec.errors import ElasticError
+from megatron_elas.spec.errors import ElasticError, EpochChanged, ExitCode, NotStarted
 from megatron_elas.spec.faults import Fault, FaultPhase, check_faults, parse_fault
 from megatron_elas.testing.faults import FaultInjector
 
@@ -47,6 +48,8 @@ class Worker:
         self.job = describe_job(args)
         faults = [parse_fault(text) for text in args.elastic_inject or ()]
         check_faults(faults, self.job.world_size)
+        self._session: Session | None = None
+        self._faults = FaultInjector(faults, environment.worker, self._announce)
         self._transport = SocketTransport(environment.worker, self._listen_address(), environment.token)
         self._link = ControlLink(
             environment.controller,
@@ -63,7 +66,6 @@ class Worker:
             self._cancel,
             self._inject,
         )
-        self._faults = FaultInjector(faults, environment.worker, self._announce)
         self._port = LinkPort(environment.worker, self._link, PATIENCE_S)
         start = self._link.wait_start(JOIN_PATIENCE_S)
         self._transport.set_addresses(start.addresses)
@@ -78,7 +80,8 @@ class Worker:
 
     def finish(self) -> None:
         """Leave after the end of training."""
-        self._session.finish(self.attachment.next_step)
+        assert self._session is not None
+        self._session.finish()
         self._close()
 
     def fail(self, error: ElasticError) -> None:
@@ -97,10 +100,19 @@ class Worker:
         """Unix sockets when all workers are on this node, TCP on the address that reaches the controller otherwise."""
         if int(os.environ["LOCAL_WORLD_SIZE"]) == int(os.environ["WORLD_SIZE"]):
             return f"unix:{Path(self._environment.run_dir) / f'w{self._environment.worker}.sock'}"
-        return f"tcp:{_own_address(self._environment.controller)}:0"
+        return f"tcp:{_own_address(self._environment.controller, os.environ['MASTER_ADDR'])}:0"
 
     def _cancel(self, quiesce: Quiesce) -> None:
+        """An epoch has ended. Runs on the link's thread."""
         self._transport.cancel()
+        if not self.started:
+            who = ", ".join(f"worker {loss.worker} ({loss.detail})" for loss in quiesce.lost)
+            self._port.failed(ExitCode.NOT_STARTED, _too_early(who))
+
+    @property
+    def started(self) -> bool:
+        """Whether the first step has begun here, so that losses are recovered from."""
+        return self._session is not None and self._session.attached
 
     def _inject(self, text: str) -> None:
         self._faults.add(parse_fault(text))
@@ -113,9 +125,16 @@ class Worker:
             self._faults.at(step, FaultPhase(phase), microbatch)
 
 
-def _own_address(controller: str) -> str:
-    """This host's address on the way to the controller (``ws://host:port``)."""
+def _own_address(controller: str, first_node: str) -> str:
+    """Where workers of other nodes reach this host.
+
+    Args:
+        controller: ``ws://host:port``; a loopback address on the first node, which hosts it.
+        first_node: The first node's name for the others.
+    """
     host, _, port = controller.removeprefix("ws://").rpartition(":")
+    if ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
+        return socket.gethostbyname(first_node)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))
         return str(probe.getsockname()[0])
@@ -138,7 +157,32 @@ def finish() -> None:
     _worker.pop().finish()
 
 
-def fail(error: ElasticError) -> None:
-    """Leave the job because of ``error``, if it was joined."""
-    if _worker:
-        _worker.pop().fail(error)
+def fail(error: Exception) -> ElasticError | None:
+    """Leave the job because of ``error``.
+
+    Returns:
+        What to end with: the error itself when it is one of ours, NotStarted when it comes of a loss before the
+        first step (Megatron wraps what its collectives raise there), None for any other error.
+    """
+    if not _worker:
+        return error if isinstance(error, ElasticError) else None
+    worker = _worker.pop()
+    own = error if isinstance(error, ElasticError) and not isinstance(error, EpochChanged) else None
+    if own is None and not worker.started and _comes_of(error, EpochChanged):
+        own = NotStarted(_too_early("a worker"))
+    if own is not None:
+        worker.fail(own)
+    return own
+
+
+def _comes_of(error: BaseException | None, kind: type[BaseException]) -> bool:
+    """Whether an error of this kind is the error, or behind it."""
+    while error is not None:
+        if isinstance(error, kind):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _too_early(who: str) -> str:
+    return f"{who} was lost before the first step, where there is nothing to recover yet: start the job again"

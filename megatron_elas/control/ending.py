@@ -62,7 +62,7 @@ def dismiss(roster: Roster) -> tuple[Roster, tuple[Command, ...]]:
     survivors = roster.survivors
     if not survivors:
         return roster, ()
-    goodbye = Stop(exit_code=ExitCode.FINISHED, sentence="training is done; a worker was lost while leaving")
+    goodbye = Stop(exit_code=ExitCode.FINISHED, sentence="training is done")
     return replace(roster, finished=roster.finished | set(survivors)), (Tell(workers=survivors, message=goodbye),)
 
 

@@ -96,7 +96,16 @@ def worker_finished(state: Training, worker: int) -> Step:
         case Resuming():
             return _run_if_recovered(state)
         case Running():
-            return state, ()
+            return _let_spares_go(state)
+
+
+def _let_spares_go(state: Running) -> Step:
+    """Once every worker with a seat has finished, there is nothing left to be a spare for."""
+    waiting = set(state.roster.survivors)
+    if not waiting or waiting - set(state.plan.placement.spares):
+        return state, ()
+    roster, goodbyes = dismiss(state.roster)
+    return replace(state, roster=roster), goodbyes
 
 
 def settled(state: Settling, report: SettleReport) -> Step:

@@ -48,8 +48,9 @@ class BucketLayout(NamedTuple):
 def layer_buckets(params: Sequence[FlatParameter], replicas: int, align: int = 64) -> BucketLayout:
     """Lay parameters out in reverse order (the order in which gradients become ready), a layer per bucket.
 
-    Parameters outside of transformer layers (embedding, final norm, head) are buckets of their own. After
-    each bucket, the last one too, there is room for it to be cut for any smaller number of replicas: at most
+    What comes before the layers (embeddings) is a bucket, and so is what comes after them (final norm, head); a
+    tied embedding is always alone, as in Megatron. Buckets are kept that large because a checkpoint needs every
+    replica to own a part of every bucket. After each bucket, the last one too, there is room for it to be cut for any smaller number of replicas: at most
     128 elements per replica.
 
     Args:
@@ -64,8 +65,7 @@ def layer_buckets(params: Sequence[FlatParameter], replicas: int, align: int = 6
     start = end = 0
     previous: Any = None
     for number, param in enumerate(reversed(params)):
-        layer = getattr(param, LAYER_ATTRIBUTE, None)
-        key = ("layer", layer) if layer is not None else ("single", number)
+        key = number if getattr(param, "shared_embedding", False) else ("layer", getattr(param, LAYER_ATTRIBUTE, None))
         if number and key != previous:
             start = end = _close(buckets, unpadded, start, end, replicas)
         previous = key

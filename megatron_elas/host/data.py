@@ -27,17 +27,20 @@ def sample_ids(consumed: int, item: int, micro_batch_size: int) -> tuple[int, ..
 
 
 class _PlanSampler(torch.utils.data.Sampler[list[int]]):
-    """Endless lists of sample ids for this cell, from one position on."""
+    """Lists of sample ids for this cell, from one position on, as long as there are whole batches."""
 
-    def __init__(self, items: Callable[[], tuple[int, ...]], consumed: int, batch_size: int, size: int) -> None:
+    def __init__(
+        self, items: Callable[[], tuple[int, ...]], consumed: int, batch_size: int, size: int, num_samples: int
+    ) -> None:
         self._items = items
         self._consumed = consumed
         self._batch_size = batch_size
         self._micro_batch_size = size
+        self._num_samples = num_samples
 
     def __iter__(self) -> Iterator[list[int]]:
         consumed = self._consumed
-        while True:
+        while consumed + self._batch_size <= self._num_samples:
             for item in self._items():
                 yield list(sample_ids(consumed, item, self._micro_batch_size))
             consumed += self._batch_size
@@ -69,10 +72,13 @@ class SeekableLoader:
     ) -> None:
         self._num_samples = len(dataset)
         self._micro_batch_size = micro_batch_size
-        self._batch_size = batch_size
         self._items = items
+        self.batch_size = batch_size
+        """Samples per global batch."""
         self._make_loader = make_loader
         self._observe = observe
+        self.mark = consumed
+        """Where the next evaluation begins; moved on by whoever completes one."""
         self.seek(consumed)
 
     def seek(self, consumed: int) -> None:
@@ -90,13 +96,13 @@ class SeekableLoader:
     def __next__(self) -> Any:
         items = self._items()
         if self._position == len(items):
-            self._consumed += self._batch_size
+            self._consumed += self.batch_size
             self._position = 0
         ids = sample_ids(self._consumed, items[self._position], self._micro_batch_size)
-        if ids[-1] >= self._num_samples:
-            raise StopIteration
         if self._stream is None:
-            sampler = _PlanSampler(self._items, self._consumed, self._batch_size, self._micro_batch_size)
+            sampler = _PlanSampler(
+                self._items, self._consumed, self.batch_size, self._micro_batch_size, self._num_samples
+            )
             self._stream = iter(self._make_loader(sampler))
             for _ in range(self._position):
                 next(self._stream)

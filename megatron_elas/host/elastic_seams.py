@@ -115,50 +115,57 @@ def _wrap_evaluate(original: Any) -> Any:
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         from megatron.core.rerun_state_machine import get_rerun_state_machine
-        from megatron.training import get_args, get_timers, print_rank_last
+        from megatron.training import get_args, get_timers
 
         attached, margs = attachment(), get_args()
         consumed = margs.consumed_valid_samples
-        num_iters = kwargs.get("eval_iters")
-        num_iters = margs.eval_iters if num_iters is None else num_iters
         mode = get_rerun_state_machine().get_mode()
-        loader = attached.loaders.get("valid")
-        if loader is not None and data_iterator is not None and data_iterator.iterable is loader:
-            loader.seek(consumed)
-        skipped = (None, None, True)  # Megatron's sign for "print nothing"
-        try:
-            with attached.session.between_steps() as joined:
-                if joined:
-                    return original(
-                        forward_step_func, data_iterator, model, process_non_loss_data_func, config, *args, **kwargs
-                    )
-        except EpochChanged as error:
-            attached.session.interrupt(error)
-        print_rank_last(" an evaluation was skipped: a worker was lost")
-        margs.consumed_valid_samples = consumed + num_iters * margs.eval_global_batch_size
-        get_rerun_state_machine().set_mode(mode)
-        config.timers = get_timers()
-        for chunk in model:
-            chunk.train()
-        return skipped
+        loader = getattr(data_iterator, "iterable", None)
+
+        def body() -> Any:
+            attached.strike(attached.next_step - 1, "evaluate", None)
+            margs.consumed_valid_samples = consumed
+            if loader is not None:
+                loader.seek(loader.mark)
+            try:
+                return original(
+                    forward_step_func, data_iterator, model, process_non_loss_data_func, config, *args, **kwargs
+                )
+            except EpochChanged:  # Megatron restores these only at the end
+                get_rerun_state_machine().set_mode(mode)
+                config.timers = get_timers()
+                for chunk in model:
+                    chunk.train()
+                raise
+
+        outcome = attached.session.run_between(body)
+        if loader is not None:
+            loader.mark += margs.consumed_valid_samples - consumed
+        return outcome
 
     return evaluate
+
+
+def _wrap_straggler_exit(original: Any) -> Any:
+    @functools.wraps(original)
+    def __exit__(self: Any, ex_type: Any, ex_val: Any, ex_tb: Any) -> Any:
+        if ex_type is not None and issubclass(ex_type, EpochChanged):
+            return original(self, None, None, None)
+        return original(self, ex_type, ex_val, ex_tb)
+
+    return __exit__
 
 
 def _wrap_save_checkpoint(original: Any) -> Any:
     @functools.wraps(original)
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-        from megatron.training import print_rank_last
+        attached = attachment()
 
-        session = attachment().session
-        try:
-            with session.between_steps() as joined:
-                if joined:
-                    return original(iteration, *args, **kwargs)
-        except EpochChanged as error:
-            session.interrupt(error)
-        print_rank_last(f" the checkpoint of iteration {iteration} was not saved: a worker was lost")
-        return None
+        def body() -> Any:
+            attached.strike(iteration - 1, "save", None)
+            return original(iteration, *args, **kwargs)
+
+        return attached.session.run_between(body)
 
     return save_checkpoint
 
@@ -324,8 +331,15 @@ ROWS = (
         "megatron.training.training:evaluate",
         "(forward_step_func, data_iterator, model, process_non_loss_data_func, config, verbose=False, "
         "non_loss_data_func=None, eval_iters=None, pg_collection=None, p2p_communicator=None)",
-        "an evaluation that is cut short by a membership change is left out, and training recovers",
+        "an evaluation that is cut short by a membership change is run again after the recovery",
         _wrap_evaluate,
+    ),
+    wrap(
+        "elastic.straggler",
+        "megatron.core.utils:StragglerDetector.__exit__",
+        "(self, ex_type, ex_val, ex_tb)",
+        "formats and prints a traceback for every exception that leaves a forward pass; ours are no errors",
+        _wrap_straggler_exit,
     ),
     wrap(
         "elastic.save-checkpoint",
@@ -335,7 +349,7 @@ ROWS = (
         "expert_parallel=None, non_persistent_ckpt=False, train_data_iterator=None, "
         "preprocess_common_state_dict_fn=None, release=False, tp_group=None, pp_group=None, dp_cp_group=None, "
         "dp_group=None, expt_dp_group=None, rng_state_key_prefix='')",
-        "a save that is cut short by a membership change is left out, and training recovers",
+        "a save that is cut short by a membership change is run again after the recovery",
         _wrap_save_checkpoint,
     ),
     wrap(

@@ -53,8 +53,8 @@ class ElasticWorker(Protocol):
     def finish(self) -> None:
         """Leave the job after a successful end."""
 
-    def fail(self, error: ElasticError) -> None:
-        """Leave the job because of an error, if it was joined."""
+    def fail(self, error: Exception) -> ElasticError | None:
+        """Leave the job because of an error. Gives what to end with instead, if anything."""
 
 
 def run(
@@ -128,15 +128,18 @@ def _train_elastic(worker: ElasticWorker) -> None:
     """The same with the elastic worker around it."""
     args, container = _complete_arguments()
     try:
-        _call_pretrain(pretrain, container, **worker.prepare(args))
-    except ElasticError as error:
-        worker.fail(error)
-        raise
-    except SystemExit as stop:
-        if stop.code in (None, 0):
-            worker.finish()
-        raise
-    worker.finish()
+        try:
+            _call_pretrain(pretrain, container, **worker.prepare(args))
+        except SystemExit as stop:
+            if stop.code in (None, 0):
+                worker.finish()
+            raise
+        worker.finish()
+    except Exception as error:
+        own = worker.fail(error)
+        if own is None or own is error:
+            raise
+        raise own from error
 
 
 def _call_pretrain(start: Callable[..., None], container: Any, **extra: Any) -> None:

@@ -70,6 +70,7 @@ class MegatronHost:
         self._first_samples = int(get_args().consumed_train_samples)
         self._step = first_step
         self._realign = True
+        self._outer_timers: set[str] = set()
         self._access = ShardAccess(model, optimizer)
         sum_gradients(model)
 
@@ -131,12 +132,15 @@ class MegatronHost:
         fit_buffers(self._model)
         self._factory.rebuild(self._model, self._optimizer)
 
+    def begin_activity(self) -> None:
+        """See Host."""
+        self._outer_timers = _running_timers()
+
     def clear_step(self) -> None:
         """See Host."""
         clear_communication(self._model)
-        for name, timer in get_timers()._timers.items():
-            if name != "interval-time" and getattr(timer, "_started", False):
-                timer._started = False
+        for name in _running_timers() - self._outer_timers:
+            get_timers()._timers[name]._started = False
         get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
 
     def sync_parameters(self) -> None:
@@ -173,3 +177,7 @@ class MegatronHost:
             total_numel=sum(param.numel() for _, param in named_parameters(self._model)),
             consumed_samples=self.consumed_samples(self._step),
         )
+
+
+def _running_timers() -> set[str]:
+    return {name for name, timer in get_timers()._timers.items() if getattr(timer, "_started", False)}

@@ -29,8 +29,8 @@ def settle(reports: Sequence[SettleReport], plans: Mapping[int, ElasticPlan]) ->
         holdings = {report.worker: layout[epoch] for report, layout in zip(reports, layouts, strict=True)}
         version, reason = _newest_complete(holdings, plans[epoch])
         if version is not None:
-            lead = max(report.step for report in reports)
-            return Settlement(base_epoch=epoch, resume_step=version, lead_step=lead)
+            lead = max(report.activity for report in reports)
+            return Settlement(base_epoch=epoch, resume_step=version, lead_activity=lead)
         reasons.append(f"layout of epoch {epoch}: {reason}")
     if not shared:
         seen = {report.worker: sorted(layout) for report, layout in zip(reports, layouts, strict=True)}

@@ -50,8 +50,8 @@ class Executor:
         control: Control,
         strike: FaultPoint,
     ) -> None:
-        self.lead_step = 0
-        """The furthest step any survivor's loop was in at the last recovery."""
+        self.lead_activity = 0
+        """The most joint activities any survivor's loop had completed at the last recovery."""
         self._state = state
         self._host = host
         self._transport = transport
@@ -78,9 +78,9 @@ class Executor:
         self._known &= alive
         if self._control.latest_epoch > plan.epoch:  # announced before adopt(), so its cancel was undone
             raise EpochChanged(f"epoch {self._control.latest_epoch} was announced before epoch {plan.epoch} began")
-        self.lead_step = settlement.lead_step
+        self.lead_activity = settlement.lead_activity
         base_plan, base = state.stores[settlement.base_epoch]
-        for epoch in [e for e in state.stores if e > settlement.base_epoch]:
+        for epoch in [e for e in state.stores if e != settlement.base_epoch]:
             del state.stores[epoch]
         state.plan = plan
         if plan.placement.find_seat(state.worker) is not None:

@@ -46,8 +46,11 @@ class Host(Protocol):
     def rebuild(self) -> None:
         """Fit parameter buffers and optimizer to the edited groups. The shard's contents are undefined after."""
 
+    def begin_activity(self) -> None:
+        """Note what runs around a step, an evaluation or a save: ``clear_step`` leaves it running."""
+
     def clear_step(self) -> None:
-        """Forget what a cancelled step left behind in buffers, handles and timers."""
+        """Forget what a cancelled activity left behind in buffers, handles and timers."""
 
     def sync_parameters(self) -> None:
         """All-gather the parameters of the stage from their owners' slices."""

@@ -12,17 +12,20 @@ there is one that is whole on all survivors: ``k`` if the lost worker's copy of 
 ``k - 1`` otherwise. Steps from there are run again on the same samples; a step the loop has
 already returned from is run again silently.
 
-Between steps (logging, evaluation, saving) collectives are *tolerant*: they finish locally when
-the membership ends, and the next step's entry recovers. A worker whose loop is behind the
-furthest survivor's is *muted* between steps, because the others will not join those collectives.
+Steps, evaluations and saves are *joint activities*: all workers do them in the same order, and each ends
+with a barrier, so no loop is ever more than one ahead of another. An evaluation or a save that is cut short
+is run again after the recovery, unless somebody has left its barrier already: then it counts for all.
+
+Between activities (logging) collectives are *tolerant*: they finish locally when the membership ends, and the
+next activity recovers. A worker whose loop was behind another's at a recovery is *muted* there until its next
+activity, because the others have done those collectives already.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -66,7 +69,11 @@ class Session:
         self._host: Host | None = None
         self._body: Body | None = None
         self._outcome: tuple[int, Any] | None = None
+        self._next_step = 0
+        self._activity = 0
+        """Joint activities that the loop has completed."""
         self._lead = 0
+        """The most that any survivor had completed at the last recovery."""
         self._open_report: RecoveryReport | None = None
 
     @property
@@ -75,14 +82,15 @@ class Session:
         return self._state.plan if self._state is not None else self._plan
 
     @property
-    def interrupted(self) -> bool:
-        """A membership has ended and this worker has not recovered yet."""
-        return self._transport.cancelled or self._groups.pending_error is not None
+    def attached(self) -> bool:
+        """Whether training has begun here, so that a loss can be recovered from."""
+        return self._state is not None
 
     def attach(self, host: Host, first_step: int) -> None:
         """Give the session its host, when model and optimizer exist. Called once, before the first step."""
         seat = self._plan.placement.seat(self.worker)
         self._host = host
+        self._next_step = first_step
         self._state = WorkerState(
             worker=self.worker,
             plan=self._plan,
@@ -96,27 +104,6 @@ class Session:
             "worker %d: optimizer shard of %d elements, backup on worker %s, copies take %.1f MiB of host memory",
             self.worker, store.layout.numel, store.backup, store.num_bytes / 2**20,
         )  # fmt: skip
-
-    @contextlib.contextmanager
-    def between_steps(self) -> Iterator[bool]:
-        """For collectives between steps that must be whole or not at all (evaluation, saving).
-
-        Gives False when this worker must leave them out: a membership has ended, or its loop is behind.
-        Inside, a membership change raises EpochChanged instead of being passed over.
-        """
-        if self.interrupted or self._groups.muted:
-            yield False
-            return
-        self._groups.tolerant = False
-        try:
-            yield True
-        finally:
-            self._groups.tolerant = True
-
-    def interrupt(self, error: EpochChanged) -> None:
-        """Something between steps was cut short by ``error``: the next step's entry recovers."""
-        self._report_peer(error)
-        self._transport.cancel()
 
     def mark_dirty(self) -> None:
         """The optimizer is about to change parameters: what is in use is no complete version until the step ends."""
@@ -134,47 +121,84 @@ class Session:
             What ``body(step)`` returned in the run that counts.
         """
         self._body = body
-        self._groups.muted = self._groups.tolerant = False
-        self._advance(step)
-        self._groups.muted = step < self._lead
-        self._groups.tolerant = True
+        self._begin_activity()
+        while True:
+            try:
+                self._run_until(step + 1)
+                break
+            except EpochChanged as error:
+                self._recover(step, error)
+        self._end_activity()
+        self._next_step = step + 1
         assert self._outcome is not None and self._outcome[0] == step
         self._strike(step, "between", None)
         return self._outcome[1]
 
-    def finish(self, next_step: int) -> None:
-        """Training is over: wait until it is over for all, recovering once more if need be."""
-        self._groups.muted = self._groups.tolerant = False
+    def run_between[R](self, body: Callable[[], R]) -> R:
+        """Run something between steps that all workers join and that must be whole: an evaluation, a save.
+
+        Args:
+            body: Called again after a membership change, from the state before the next step. Must leave the
+                host as it found it when it raises EpochChanged.
+
+        Returns:
+            What ``body()`` returned in the run that counts.
+        """
+        if self._host is None:  # before the first step nothing can be recovered
+            return body()
+        done: list[R] = []
+        self._begin_activity()
         while True:
             try:
-                self._run_until(next_step)
-                dist.barrier()
+                if self._run_until(self._next_step):
+                    self._host.sync_parameters()  # overlapped gathers would come with the next training step
+                if not (done and self._lead > self._activity):  # else others have left its barrier: it counts
+                    done[:] = [body()]
+                    dist.barrier()
                 break
             except EpochChanged as error:
-                self._recover(next_step, error)
+                self._recover(self._next_step, error)
+        self._end_activity()
+        return done[0]
+
+    def finish(self) -> None:
+        """Training is over: wait until it is over for all, recovering once more if need be."""
+        self.run_between(lambda: None)
         self._control.finished()
         self._replicator.close()
 
+    # ------------------------------------------------------------ joint activities
+
+    def _begin_activity(self) -> None:
+        assert self._host is not None
+        self._groups.muted = self._groups.tolerant = False
+        self._host.begin_activity()
+
+    def _end_activity(self) -> None:
+        """Between activities the loop's own collectives are tolerant; muted on a worker that is behind."""
+        self._groups.muted = self._activity < self._lead
+        self._groups.tolerant = True
+        self._activity += 1
+
     # ------------------------------------------------------------ the step
 
-    def _advance(self, step: int) -> None:
-        while True:
-            try:
-                self._run_until(step + 1)
-                return
-            except EpochChanged as error:
-                self._recover(step, error)
+    def _run_until(self, stop: int) -> bool:
+        """Run steps from the live version up to ``stop``; gives whether there were any.
 
-    def _run_until(self, stop: int) -> None:
-        """Run steps from the live version up to ``stop``."""
+        Raises:
+            EpochChanged: The membership has ended, also when something tolerant noticed it.
+        """
         assert self._state is not None
         pending = self._groups.pending_error
         if pending is not None:
             raise EpochChanged(f"a collective between steps was cut short: {pending}") from pending
         if self._transport.cancelled:
             raise EpochChanged("the membership ended between steps")
+        ran = False
         while (live := self._state.live) is not None and live < stop:
             self._transact(live)
+            ran = True
+        return ran
 
     def _transact(self, step: int) -> None:
         state, host, body = self._state, self._host, self._body
@@ -235,10 +259,18 @@ class Session:
         self._replicator.drain()
         unwound_s = time.time()
         holdings = state.holdings()
-        control.settled(SettleReport(worker=self.worker, epoch=announcement.epoch, step=step, holdings=holdings))
+        control.settled(
+            SettleReport(
+                worker=self.worker,
+                epoch=announcement.epoch,
+                step=step,
+                activity=self._activity,
+                holdings=holdings,
+            )
+        )
         report = executor.apply(control.wait_recover(announcement.epoch))
         report.marks_s["quiesce"] = unwound_s
-        self._lead = max(self._lead, executor.lead_step)
+        self._lead = max(self._lead, executor.lead_activity)
         seated = state.stores[state.plan.epoch][1] is not None
         if seated:
             self._open_report = report

@@ -36,6 +36,12 @@ class BadUsage(ElasticError, ValueError):
     exit_code = ExitCode.BAD_USAGE
 
 
+class NotStarted(ElasticError):
+    """A worker was lost before the first step; there is nothing to recover yet."""
+
+    exit_code = ExitCode.NOT_STARTED
+
+
 class NoFeasiblePlan(ElasticError):
     """The survivors cannot carry the job on."""
 

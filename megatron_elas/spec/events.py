@@ -14,8 +14,6 @@ class LossReason(enum.StrEnum):
     """No heartbeat within the limit; it is fenced (killed) before the others go on."""
     UNREACHABLE = "unreachable"
     """A peer's link to it broke while in use."""
-    DRAINED = "drained"
-    """Asked to leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,10 @@ class FaultPhase(enum.StrEnum):
     """At the commit barrier."""
     BETWEEN = "between"
     """After the commit, before the next step."""
+    EVALUATE = "evaluate"
+    """At the start of an evaluation after that step."""
+    SAVE = "save"
+    """At the start of a save after that step."""
     RECOVERY = "recovery"
     """While recovering from another fault in that step."""
 

@@ -18,8 +18,6 @@ class JobSpec:
     """Samples in one micro-batch."""
     num_microbatches: int
     """Micro-batches in one global batch, over all rows."""
-    first_step: int = 0
-    """Steps done before this job began (from a checkpoint)."""
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size", "num_microbatches"):

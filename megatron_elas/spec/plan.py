@@ -58,5 +58,5 @@ class Settlement:
     """Epoch of the plan in whose layout the state is found; its owners and backups hold it."""
     resume_step: int
     """The step that is run next, from the state before it; every survivor has that state."""
-    lead_step: int
-    """The furthest step any survivor's training loop is in. Others stay mute until they reach it."""
+    lead_activity: int
+    """The most joint activities any survivor's loop has completed. The others do not repeat those."""

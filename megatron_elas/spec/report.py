@@ -32,6 +32,8 @@ class SettleReport:
     """The epoch that begins."""
     step: int
     """The step the worker's training loop is in (or about to enter)."""
+    activity: int
+    """How many joint activities (steps, evaluations, saves) its loop has completed."""
     holdings: tuple[Holding, ...]
     """Newest layout first; at least one."""
 

@@ -42,7 +42,7 @@ def make_report(worker: int, epoch: int, plan: ElasticPlan, step_number: int = 5
     """A survivor that holds everything ``plan`` asks of it, in the state before ``step_number``."""
     wards = {ward: (step_number,) for ward in plan.wards_of(worker)}
     holding = Holding(epoch=plan.epoch, live=step_number, kept=(step_number,), wards=wards)
-    return SettleReport(worker=worker, epoch=epoch, step=step_number, holdings=(holding,))
+    return SettleReport(worker=worker, epoch=epoch, step=step_number, activity=step_number, holdings=(holding,))
 
 
 class Director:

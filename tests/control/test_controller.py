@@ -327,7 +327,7 @@ def test_an_incomplete_state_ends_the_job_as_invalid(running: Director) -> None:
     running.send(exited(3, -9))
     empty = Holding(epoch=0, live=5, kept=(5,), wards={})
     for worker in (0, 1, 2):
-        running.send(Settled(report=SettleReport(worker=worker, epoch=1, step=5, holdings=(empty,))))
+        running.send(Settled(report=SettleReport(worker=worker, epoch=1, step=5, activity=5, holdings=(empty,))))
     assert stop_code(running) == ExitCode.STATE_INVALID
 
 
@@ -335,7 +335,7 @@ def test_state_in_the_layout_of_an_unknown_plan_is_invalid(running: Director) ->
     running.send(exited(3, -9))
     strange = Holding(epoch=7, live=5, kept=(5,), wards={})
     for worker in (0, 1, 2):
-        running.send(Settled(report=SettleReport(worker=worker, epoch=1, step=5, holdings=(strange,))))
+        running.send(Settled(report=SettleReport(worker=worker, epoch=1, step=5, activity=5, holdings=(strange,))))
     assert stop_code(running) == ExitCode.STATE_INVALID
 
 
@@ -349,7 +349,7 @@ def test_layouts_older_than_the_last_recovery_are_left_out(running: Director) ->
     running.send(exited(2, -9))
     for worker in (0, 1):
         holdings = (*make_report(worker, 2, second).holdings, *make_report(worker, 2, first).holdings)
-        running.send(Settled(report=SettleReport(worker=worker, epoch=2, step=5, holdings=holdings)))
+        running.send(Settled(report=SettleReport(worker=worker, epoch=2, step=5, activity=5, holdings=holdings)))
     [(_, recover)] = told(running.commands, Recover)[1:]
     assert recover.settlement.base_epoch == 1
 
@@ -465,3 +465,18 @@ def test_stopping_ends_when_the_agents_are_gone_even_if_workers_were_not_reporte
 def test_the_first_reason_to_stop_is_kept(running: Director) -> None:
     running.send(Failed(worker=2, exit_code=4, sentence="first"), Terminate(signum=signal.SIGTERM))
     assert stop_code(running) == 4
+
+
+def test_spares_are_let_go_when_every_worker_with_a_seat_has_finished() -> None:
+    running = Director(make_job(pipeline=1, data=2, tensor=2)).start()
+    old = plan_of(running)
+    running.send(exited(3, -9))
+    running.settle(1, [0, 1, 2], old)
+    running.recover(1, [0, 1, 2], first_step=101.0)
+    assert plan_of(running).placement.spares == (2,)
+    assert not told(running.send(Finished(worker=0)), Stop), "a spare must stay for as long as it may be needed"
+    assert [
+        (workers, message.exit_code) for workers, message in told(running.send(Finished(worker=1)), Stop)
+    ] == [((2,), ExitCode.FINISHED)]
+    running.send(exited(0, 0), exited(1, 0), exited(2, 0))
+    assert isinstance(running.state, Ended) and running.state.exit_code == ExitCode.FINISHED

@@ -36,7 +36,7 @@ def settled_event(worker: int, epoch: int, layout_epoch: int) -> Settled:
     changed = type(holding)(
         epoch=layout_epoch, live=holding.live, kept=holding.kept, wards=dict.fromkeys(WORKERS, (5,))
     )
-    return Settled(report=type(report)(worker=worker, epoch=epoch, step=5, holdings=(changed,)))
+    return Settled(report=type(report)(worker=worker, epoch=epoch, step=5, activity=5, holdings=(changed,)))
 
 
 def recovered_event(worker: int, epoch: int) -> Recovered:

@@ -38,7 +38,7 @@ EXAMPLES: list[Message] = [
     messages.Quiesce(epoch=1, lost=(LOSS,)),
     messages.Recover(
         plan=PLAN,
-        settlement=Settlement(base_epoch=0, resume_step=1, lead_step=2),
+        settlement=Settlement(base_epoch=0, resume_step=1, lead_activity=2),
         addresses={0: "a"},
         plan_s=0.1,
     ),

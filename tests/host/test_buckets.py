@@ -24,15 +24,15 @@ class Parameter:
 
 
 def model(sizes: list[list[int]]) -> list[Parameter]:
-    """An embedding, layers, a final norm."""
+    """Embeddings, layers, a final norm and a head."""
     layers = [Parameter(numel, number) for number, layer in enumerate(sizes, start=1) for numel in layer]
-    return [Parameter(1000, None), *layers, Parameter(64, None)]
+    return [Parameter(1000, None), Parameter(100, None), *layers, Parameter(64, None), Parameter(1000, None)]
 
 
-def test_layers_embedding_and_norm_are_buckets_of_their_own_in_reverse_order() -> None:
+def test_what_comes_before_and_after_the_layers_is_a_bucket_as_is_every_layer() -> None:
     params = model([[300, 20], [300, 20]])
     layout = layer_buckets(params, 2)
-    assert [layout.index[p][2] for p in params] == [3, 2, 2, 1, 1, 0]
+    assert [layout.index[p][2] for p in params] == [3, 3, 2, 2, 1, 1, 0, 0]
     assert len(layout.buckets) == 4
 
 
@@ -56,3 +56,9 @@ def test_buckets_fit_any_number_of_replicas_up_to_the_first(sizes: list[list[int
             assert start + size <= following
     for start, end, bucket in index.values():
         assert buckets[bucket][0] <= start and end <= buckets[bucket][0] + unpadded[bucket]
+
+
+def test_a_tied_embedding_is_alone_in_its_bucket() -> None:
+    params = model([[300]])
+    params[0].shared_embedding = True  # type: ignore[attr-defined]
+    assert [layer_buckets(params, 2).index[p][2] for p in params] == [3, 2, 1, 0, 0]

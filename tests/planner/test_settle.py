@@ -19,7 +19,7 @@ def report(
     worker: int, step: int, live: int | None, kept: tuple[int, ...], wards: dict[int, tuple[int, ...]], epoch: int = 0
 ) -> SettleReport:
     holding = Holding(epoch=epoch, live=live, kept=kept, wards=wards)
-    return SettleReport(worker=worker, epoch=epoch + 1, step=step, holdings=(holding,))
+    return SettleReport(worker=worker, epoch=epoch + 1, step=step, activity=step, holdings=(holding,))
 
 
 def survivors(step: int, live: int | None, kept: tuple[int, ...], ward: tuple[int, ...]) -> list[SettleReport]:
@@ -30,7 +30,7 @@ def survivors(step: int, live: int | None, kept: tuple[int, ...], ward: tuple[in
 
 def test_a_fault_in_the_forward_pass_runs_the_same_step_again() -> None:
     settlement = settle(survivors(7, 7, (6, 7), (6, 7)), {0: FIRST})
-    assert (settlement.base_epoch, settlement.resume_step, settlement.lead_step) == (0, 7, 7)
+    assert (settlement.base_epoch, settlement.resume_step, settlement.lead_activity) == (0, 7, 7)
 
 
 def test_a_copy_that_had_not_arrived_takes_everybody_one_step_back() -> None:
@@ -46,7 +46,7 @@ def test_a_step_that_one_survivor_committed_counts_for_all_when_the_lost_copy_is
     reports = survivors(8, 8, (7, 8), (7, 8))
     reports[0] = report(0, 7, 8, (6, 7), {2: (6, 7)})
     settlement = settle(reports, {0: FIRST})
-    assert (settlement.resume_step, settlement.lead_step) == (8, 8)
+    assert (settlement.resume_step, settlement.lead_activity) == (8, 8)
 
 
 def test_a_lost_shard_without_a_copy_is_named() -> None:
@@ -63,7 +63,7 @@ def test_a_second_fault_during_a_recovery_goes_back_to_the_layout_that_all_still
         held = old[worker]
         held = Holding(epoch=0, live=None, kept=(6, 7), wards={backed_up[worker]: (6, 7), **held.wards})
         holdings = (new, held) if worker in (0, 2) else (held,)
-        reports.append(SettleReport(worker=worker, epoch=2, step=7, holdings=holdings))
+        reports.append(SettleReport(worker=worker, epoch=2, step=7, activity=7, holdings=holdings))
     settlement = settle(reports, {0: FIRST, 1: SECOND})
     assert (settlement.base_epoch, settlement.resume_step) == (0, 7)
 

@@ -82,7 +82,9 @@ class Toy:
             marks_s = {"quiesce": time.time()}
             quiesce = self.link.wait_quiesce(self.epoch, WAIT_S)
             holdings = tuple(self.hold(plan) for plan in reversed(self.plans))
-            report = SettleReport(worker=self.worker, epoch=quiesce.epoch, step=self.step, holdings=holdings)
+            report = SettleReport(
+                worker=self.worker, epoch=quiesce.epoch, step=self.step, activity=self.step, holdings=holdings
+            )
             self.link.send(Settled(report=report))
             try:
                 recover = self.link.wait_recover(quiesce.epoch, WAIT_S)
