@@ -15,6 +15,7 @@ from megatron_elas.control.link import ControlLink
 from megatron_elas.control.messages import FaultFired, Hello, Quiesce
 from megatron_elas.control.port import LinkPort
 from megatron_elas.host.attachment import Attachment, detach
+from megatron_elas.host.checkpoints import use_exchangeable_checkpoints
 from megatron_elas.host.join import join_megatron
 from megatron_elas.host.requirements import check_elastic_arguments, describe_job
 from megatron_elas.host.sample_log import SampleLog
@@ -44,6 +45,7 @@ class Worker:
             BadUsage: A flag cannot work with --elastic, or this process was not started by elasrun.
         """
         check_elastic_arguments(args, detect())
+        use_exchangeable_checkpoints(args)
         self._environment = environment = WorkerEnvironment.from_environ(os.environ)
         self.job = describe_job(args)
         faults = [parse_fault(text) for text in args.elastic_inject or ()]

@@ -8,8 +8,9 @@ as they are when replicas leave.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 LAYER_ATTRIBUTE = "elas_layer"
@@ -74,6 +75,23 @@ def layer_buckets(params: Sequence[FlatParameter], replicas: int, align: int = 6
         index[param] = (position, end, len(buckets))
     end = _close(buckets, unpadded, start, end, replicas) if params else 0
     return BucketLayout(index=index, buckets=buckets, unpadded=unpadded, numel=end)
+
+
+def compact_index(
+    index: Mapping[Any, tuple[int, int, int]], starts: Sequence[int], unpadded: Sequence[int]
+) -> dict[Any, tuple[int, int, int]]:
+    """The index as if buckets followed one another without padding and room.
+
+    Args:
+        index: (start, end, bucket) by parameter.
+        starts: Start of every bucket.
+        unpadded: What each bucket's parameters take.
+    """
+    compact = [0, *itertools.accumulate(unpadded)]
+    return {
+        param: (start - starts[bucket] + compact[bucket], end - starts[bucket] + compact[bucket], bucket)
+        for param, (start, end, bucket) in index.items()
+    }
 
 
 def _close(buckets: list[tuple[int, int]], unpadded: list[int], start: int, end: int, replicas: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_elas.host.attachment import Attachment, attachment
-from megatron_elas.host.buckets import LAYER_ATTRIBUTE, layer_buckets
+from megatron_elas.host.buckets import LAYER_ATTRIBUTE, compact_index, layer_buckets
 from megatron_elas.host.data import SeekableLoader
 from megatron_elas.host.optimizer import OptimizerFactory
 from megatron_elas.host.patching import replace, use, wrap
@@ -263,6 +263,23 @@ def _wrap_layer_init(original: Any) -> Any:
     return __init__
 
 
+def _wrap_reshardable_state(original: Any) -> Any:
+    @functools.wraps(original)
+    def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
+        laid_out = [buffer.param_index_map for buffer in self.buffers]
+        for buffer in self.buffers:
+            starts = [bucket.offset for bucket in buffer.buckets]
+            unpadded = [bucket.numel_unpadded for bucket in buffer.buckets]
+            buffer.param_index_map = compact_index(buffer.param_index_map, starts, unpadded)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for buffer, index in zip(self.buffers, laid_out, strict=True):
+                buffer.param_index_map = index
+
+    return sharded_param_state_fully_reshardable
+
+
 def _layer_layout(
     params: Any, bucket_size: Any, data_parallel_world_size: int, ddp_config: Any, param_indices: Any = None
 ) -> Any:
@@ -383,6 +400,14 @@ ROWS = (
         "is_mtp_layer=False, add_layer_offset=True, pp_layer_offset=None, name=None)",
         "marks parameters with their layer, for the bucket layout",
         _wrap_layer_init,
+    ),
+    wrap(
+        "elastic.reshardable-state",
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
+        "(self, model_sharded_state_dict, is_loading=False, metadata=None)",
+        "gathers state without the padding between buckets, but cuts it at offsets that count the padding: with more "
+        "than one bucket it saves other parameters' numbers (upstream issue 504, said in the code there)",
+        _wrap_reshardable_state,
     ),
     replace(
         "elastic.bucket-layout",

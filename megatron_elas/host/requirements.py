@@ -52,6 +52,7 @@ def check_elastic_arguments(args: Any, platform: PlatformName) -> None:
         "--optimizer-cpu-offload": args.optimizer_cpu_offload,
         "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,
         "--async-save": args.async_save,
+        f"--ckpt-format {args.ckpt_format} with --save": args.save is not None and args.ckpt_format != "torch_dist",
         "--phase-transition-iterations": args.phase_transition_iterations is not None,
         "--iterations-to-skip": bool(args.iterations_to_skip),
         "--ddp-average-in-collective": args.ddp_average_in_collective,

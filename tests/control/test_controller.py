@@ -475,8 +475,8 @@ def test_spares_are_let_go_when_every_worker_with_a_seat_has_finished() -> None:
     running.recover(1, [0, 1, 2], first_step=101.0)
     assert plan_of(running).placement.spares == (2,)
     assert not told(running.send(Finished(worker=0)), Stop), "a spare must stay for as long as it may be needed"
-    assert [
-        (workers, message.exit_code) for workers, message in told(running.send(Finished(worker=1)), Stop)
-    ] == [((2,), ExitCode.FINISHED)]
+    assert [(workers, message.exit_code) for workers, message in told(running.send(Finished(worker=1)), Stop)] == [
+        ((2,), ExitCode.FINISHED)
+    ]
     running.send(exited(0, 0), exited(1, 0), exited(2, 0))
     assert isinstance(running.state, Ended) and running.state.exit_code == ExitCode.FINISHED

@@ -82,14 +82,33 @@ def run_job(
     timeout_s: float = 100,
 ) -> Run:
     """Train the small model on ``workers`` workers with --elastic; ``folder`` is made and filled."""
-    folder.mkdir(parents=True)
-    command = [
-        sys.executable, "-m", "megatron_elas.cli.elasrun", f"--nproc-per-node={workers}", *QUICK_TIMEOUTS,
-        "--preload=megatron_elas.pretrain_gpt:preload", str(RECORDER), *MODEL, f"--train-iters={steps}",
-        f"--global-batch-size={batch}", "--elastic", f"--elastic-sample-log={folder / 'samples'}", *flags,
-    ]  # fmt: skip
+    elastic = ["--elastic", f"--elastic-sample-log={folder / 'samples'}"]
     for fault in faults:
-        command += ["--elastic-inject", fault]
+        elastic += ["--elastic-inject", fault]
+    command = [
+        *launcher(workers), "--preload=megatron_elas.pretrain_gpt:preload", str(RECORDER), *MODEL,
+        f"--train-iters={steps}", f"--global-batch-size={batch}", *elastic, *flags,
+    ]  # fmt: skip
+    return run_command(command, folder, versions, timeout_s)
+
+
+def run_stock(folder: Path, flags: Sequence[str], *, workers: int, steps: int = STEPS, batch: int = 8) -> Run:
+    """The same without --elastic: stock Megatron on gloo."""
+    command = [
+        *launcher(workers), "-m", "megatron_elas.pretrain_gpt", *MODEL, f"--train-iters={steps}",
+        f"--global-batch-size={batch}", *flags,
+    ]  # fmt: skip
+    return run_command(command, folder, (), 100)
+
+
+def launcher(workers: int) -> list[str]:
+    """``elasrun`` with short timeouts."""
+    return [sys.executable, "-m", "megatron_elas.cli.elasrun", f"--nproc-per-node={workers}", *QUICK_TIMEOUTS]
+
+
+def run_command(command: Sequence[str], folder: Path, versions: Sequence[int], timeout_s: float) -> Run:
+    """Run to the end and keep the output."""
+    folder.mkdir(parents=True)
     environment = {
         **os.environ,
         "PYTHONPATH": str(REPO),

@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_elas.host.buckets import LAYER_ATTRIBUTE, bucket_size, layer_buckets
+from megatron_elas.host.buckets import LAYER_ATTRIBUTE, bucket_size, compact_index, layer_buckets
 
 
 class Parameter:
@@ -62,3 +62,13 @@ def test_a_tied_embedding_is_alone_in_its_bucket() -> None:
     params = model([[300]])
     params[0].shared_embedding = True  # type: ignore[attr-defined]
     assert [layer_buckets(params, 2).index[p][2] for p in params] == [3, 2, 1, 0, 0]
+
+
+def test_the_compact_index_leaves_out_padding_and_room_and_nothing_else() -> None:
+    params = model([[300, 20], [77]])
+    index, buckets, unpadded, _ = layer_buckets(params, 4)
+    compact = compact_index(index, [start for start, _ in buckets], unpadded)
+    assert max(end for _, end, _ in compact.values()) == sum(unpadded)
+    for param, (start, end, bucket) in compact.items():
+        assert end - start == param.numel()
+        assert start - sum(unpadded[:bucket]) == index[param][0] - buckets[bucket][0]

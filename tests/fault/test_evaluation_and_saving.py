@@ -1,0 +1,67 @@
+"""A worker lost during an evaluation, a save, or between them: both happen all the same, whole."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.fault.runs import Run, assert_same_training, run_job, run_stock
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+GRID = ("--pipeline-model-parallel-size=2",)
+EVALUATION = ("--split=90,10,0", "--eval-interval=4", "--eval-iters=2")
+CHECKPOINTS = ("--ckpt-format=torch_dist", "--save-interval=4")
+VALIDATION = re.compile(r"(validation loss at iteration \d+[^|]*)\| lm loss value: ([0-9.E+-]+)")
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The undisturbed run, with evaluations and saves."""
+    folder = tmp_path_factory.mktemp("calm")
+    return run_job(folder / "run", (*GRID, *EVALUATION, *CHECKPOINTS, f"--save={folder / 'checkpoints'}"), workers=4)
+
+
+def evaluations(run: Run) -> dict[str, float]:
+    """Validation losses by what they are of."""
+    found = VALIDATION.findall(run.output)
+    assert len(dict(found)) == len(found), "an evaluation was printed twice"
+    return {what: float(loss) for what, loss in found}
+
+
+@pytest.mark.parametrize("phase", ["evaluate", "save"])
+@pytest.mark.parametrize("worker", [0, 3], ids=["first-worker", "logging-worker"])
+def test_an_evaluation_or_save_cut_short_is_done_again(worker: int, phase: str, calm: Run, tmp_path: Path) -> None:
+    fault = f"kill:worker={worker}@step=7,phase={phase}"
+    checkpoints = tmp_path / "checkpoints"
+    flags = (*GRID, *EVALUATION, *CHECKPOINTS, f"--save={checkpoints}")
+    run = run_job(tmp_path / "run", flags, workers=4, faults=[fault])
+    assert run.fired == [fault]
+    assert_same_training(run, calm)
+    ours, theirs = evaluations(run), evaluations(calm)
+    assert ours.keys() == theirs.keys() and len(theirs) >= 4
+    for what, loss in theirs.items():
+        assert ours[what] == pytest.approx(loss, rel=1e-5), what
+    assert sorted(folder.name for folder in checkpoints.glob("iter_*")) == [
+        "iter_0000004", "iter_0000008", "iter_0000012", "iter_0000016",
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_saved_after_a_loss_goes_on_in_stock_megatron(calm: Run, tmp_path: Path) -> None:
+    fault = "kill:worker=2@step=9,phase=backward,microbatch=1"
+    checkpoints = tmp_path / "checkpoints"
+    flags = (*GRID, *EVALUATION, *CHECKPOINTS, f"--save={checkpoints}", "--exit-interval=12")
+    run = run_job(tmp_path / "run", flags, workers=4, faults=[fault])
+    assert run.fired == [fault] and run.code == 0, run.output[-6000:]
+    assert run.iterations == list(range(1, 13))
+    stock = run_stock(
+        tmp_path / "stock", (*GRID, *EVALUATION, "--ckpt-format=torch_dist", f"--load={checkpoints}"), workers=4
+    )
+    assert stock.code == 0, stock.output[-6000:]
+    assert stock.iterations == [13, 14, 15, 16]
+    assert stock.consumed == calm.consumed[12:]
+    # Megatron's log averages the first two losses of a run that was loaded, so the second line says nothing.
+    for step in (0, 2, 3):
+        assert stock.losses[step] == pytest.approx(calm.losses[12 + step], rel=1e-5)
