@@ -50,9 +50,8 @@ def layer_buckets(params: Sequence[FlatParameter], replicas: int, align: int = 6
     """Lay parameters out in reverse order (the order in which gradients become ready), a layer per bucket.
 
     What comes before the layers (embeddings) is a bucket, and so is what comes after them (final norm, head); a
-    tied embedding is always alone, as in Megatron. Buckets are kept that large because a checkpoint needs every
-    replica to own a part of every bucket. After each bucket, the last one too, there is room for it to be cut for any smaller number of replicas: at most
-    128 elements per replica.
+    tied embedding is always alone, as in Megatron. After each bucket, the last one too, there is room for it to be
+    cut for any smaller number of replicas: at most 128 elements per replica.
 
     Args:
         params: In the order of ``named_parameters()``.
