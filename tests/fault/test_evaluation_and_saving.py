@@ -49,6 +49,19 @@ def test_an_evaluation_or_save_cut_short_is_done_again(worker: int, phase: str, 
     ]  # fmt: skip
 
 
+def test_a_checkpoint_of_another_layout_is_refused_with_the_way_to_convert_it(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    stock = run_stock(
+        tmp_path / "stock", (*GRID, "--ckpt-format=torch_dist", "--save-interval=2", f"--save={checkpoints}"),
+        workers=4, steps=2,
+    )  # fmt: skip
+    assert stock.code == 0, stock.output[-6000:]
+    run = run_job(tmp_path / "run", (*GRID, f"--load={checkpoints}"), workers=4)
+    assert run.code == 2
+    assert "save it once more from a stock run with --dist-ckpt-optim-fully-reshardable" in run.output
+    assert "Traceback" not in run.output
+
+
 def test_a_checkpoint_saved_after_a_loss_goes_on_in_stock_megatron(calm: Run, tmp_path: Path) -> None:
     fault = "kill:worker=2@step=9,phase=backward,microbatch=1"
     checkpoints = tmp_path / "checkpoints"

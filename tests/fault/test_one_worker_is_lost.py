@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.runs import Run, assert_same_training, run_job
+from tests.fault.runs import Run, assert_same_training, run_job, run_stock
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
@@ -37,6 +37,13 @@ def assert_nothing_stale(run: Run, survivors: set[int]) -> None:
         assert record["problems"] == [], f"worker {worker}"
         assert len(record["reduced"]) > 5
         assert {name for name, (size, total) in record["reduced"].items() if size != total} == set()
+
+
+def test_without_a_fault_elastic_training_has_the_losses_of_stock_megatron(calm: Run, tmp_path: Path) -> None:
+    stock = run_stock(tmp_path / "stock", GRID, workers=4)
+    assert stock.code == 0, stock.output[-6000:]
+    assert (stock.iterations, stock.consumed) == (calm.iterations, calm.consumed)
+    assert stock.losses == pytest.approx(calm.losses, rel=1e-6), "more than the last printed digit"
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])

@@ -1,0 +1,74 @@
+"""What --elastic does not cover is refused in one sentence, before anything is built."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_elas.host.requirements import check_elastic_arguments, describe_job
+from megatron_elas.spec.errors import BadUsage
+
+
+def arguments(**changes: Any) -> SimpleNamespace:
+    """Those of a run that is covered."""
+    values = {
+        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2, "data_parallel_size": 2,
+        "micro_batch_size": 2, "global_batch_size": 16, "use_distributed_optimizer": True,
+        "context_parallel_size": 1, "expert_model_parallel_size": 1, "num_experts": None,
+        "virtual_pipeline_model_parallel_size": None, "rampup_batch_size": None, "use_megatron_fsdp": False,
+        "use_torch_fsdp2": False, "num_distributed_optimizer_instances": 1, "dataloader_type": "single", "fp16": False,
+        "fp8": None, "fp4": None, "mtp_num_layers": None, "step_batch_size_schedule": None,
+        "decrease_batch_size_if_needed": False, "full_validation": False, "multiple_validation_sets": False,
+        "cuda_graph_impl": "none", "optimizer_cuda_graph": False, "non_persistent_ckpt_type": None, "optimizer": "adam",
+        "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False, "async_save": False, "save": None,
+        "ckpt_format": "torch_dist", "phase_transition_iterations": None, "iterations_to_skip": [],
+        "ddp_average_in_collective": False, "use_tp_pp_dp_mapping": False, "calculate_per_token_loss": False,
+        "untie_embeddings_and_output_weights": True,
+    }  # fmt: skip
+    assert changes.keys() <= values.keys()
+    return SimpleNamespace(**{**values, **changes})
+
+
+def test_a_covered_run_passes_and_its_job_is_described() -> None:
+    check_elastic_arguments(arguments(), "cpu")
+    job = describe_job(arguments())
+    assert (job.world_size, job.num_microbatches, job.micro_batch_size) == (4, 8, 2)
+
+
+def test_other_platforms_are_refused() -> None:
+    with pytest.raises(BadUsage, match="this machine has 'cuda'"):
+        check_elastic_arguments(arguments(), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_distributed_optimizer": False}, "--use-distributed-optimizer"),
+        ({"context_parallel_size": 2}, "--context-parallel-size 2"),
+        ({"num_experts": 8}, "--num-experts"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "virtual pipeline"),
+        ({"rampup_batch_size": [8, 8, 100]}, "--rampup-batch-size"),
+        ({"fp16": True}, "--fp16"),
+        ({"optimizer": "sgd"}, "--optimizer sgd"),
+        ({"untie_embeddings_and_output_weights": False}, "--untie-embeddings-and-output-weights"),
+        ({"calculate_per_token_loss": True}, "--calculate-per-token-loss"),
+        ({"save": "x", "ckpt_format": "torch"}, "--ckpt-format torch"),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_not_covered_is_named_with_its_flag(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadUsage) as refusal:
+        check_elastic_arguments(arguments(**changes), "cpu")
+    assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_tied_embeddings_and_per_token_loss_are_fine_without_pipeline_stages() -> None:
+    check_elastic_arguments(
+        arguments(
+            pipeline_model_parallel_size=1, untie_embeddings_and_output_weights=False, calculate_per_token_loss=True
+        ),
+        "cpu",
+    )
