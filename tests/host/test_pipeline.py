@@ -29,7 +29,7 @@ Operation = tuple[str, int, int]
 
 
 def operations(plan: ElasticPlan, worker: int) -> Iterator[Operation]:
-    """What Megatron's 1F1B schedule does on a worker, in order, with a lazy parameter gather before the first forward."""
+    """What Megatron's 1F1B schedule does on a worker, in order, with a lazy parameter gather at first."""
     route = Route(plan, worker)
     stage, items = route.seat.stage, route.items
     last = plan.placement.num_stages - 1
