@@ -17,13 +17,14 @@ RUN := "$(or $(USE_PYTHON),$(VENV)/bin/python)"
 # Folders without torch, checked strictly; those that exist.
 TYPED := $(wildcard $(addprefix megatron_elas/,spec schedule planner simulator control cli config.py))
 
-.PHONY: help demo test test-all check lint types imports format bench-communicator venv clean distclean
+.PHONY: help demo test test-all check lint types imports format bench-communicator bench-recovery venv clean distclean
 
 help:
-	@echo "make demo                train a tiny GPT, lose a worker, watch it go on"
+	@echo "make demo                train a tiny Llama, lose a worker, watch it go on"
 	@echo "make test                quick tests;  make test-all: all of them"
 	@echo "make check               style, types, import rules;  make format: mend the style"
-	@echo "make bench-communicator  what a change of members costs"
+	@echo "make bench-communicator  collectives: ours against gloo"
+	@echo "make bench-recovery      step time with and without --elastic; a lost worker against a restart"
 	@echo "make clean               remove caches and build files;  make distclean: the environment too"
 
 demo: venv
@@ -53,6 +54,9 @@ format: venv
 
 bench-communicator: venv
 	@$(RUN) benchmarks/communicator.py $(ARGS)
+
+bench-recovery: venv
+	@$(RUN) benchmarks/recovery.py $(ARGS)
 
 venv:
 	@$(if $(USE_PYTHON),:,scripts/setup_venv.sh)
