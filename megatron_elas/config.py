@@ -12,8 +12,9 @@ from megatron_elas.spec.errors import BadUsage
 class ControlTimeouts:
     """Time limits of the control plane. All in seconds.
 
-    They form a chain: ``2 * heartbeat_interval_s <= heartbeat_timeout_s <= settle_timeout_s <=
-    join_timeout_s``. With another order a limit would fire before the one that names the cause.
+    They form a chain: ``2 * heartbeat_interval_s <= heartbeat_timeout_s <= settle_timeout_s``, and the
+    last is at most ``resume_timeout_s`` and ``join_timeout_s``. With another order a limit would fire
+    before the one that names the cause.
     """
 
     heartbeat_interval_s: float = 0.5
@@ -22,6 +23,8 @@ class ControlTimeouts:
     """A joined worker that is silent for so long is lost, and killed."""
     settle_timeout_s: float = 60.0
     """A survivor that has not unwound to the step boundary by then is lost, and killed."""
+    resume_timeout_s: float = 600.0
+    """From the order to recover to the end of the first step; a survivor that takes longer is lost, and killed."""
     join_timeout_s: float = 600.0
     """From the first worker that joined to the last."""
     grace_s: float = 10.0
@@ -39,6 +42,7 @@ class ControlTimeouts:
                 f"end a healthy worker: raise the first or lower the second"
             )
         self._check_order("heartbeat_timeout_s", "settle_timeout_s")
+        self._check_order("settle_timeout_s", "resume_timeout_s")
         self._check_order("settle_timeout_s", "join_timeout_s")
 
     def _check_order(self, earlier: str, later: str) -> None:

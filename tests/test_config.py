@@ -11,6 +11,7 @@ from megatron_elas.spec.errors import BadUsage
 def test_the_defaults_are_a_chain() -> None:
     timeouts = ControlTimeouts()
     assert timeouts.heartbeat_timeout_s < timeouts.settle_timeout_s < timeouts.join_timeout_s
+    assert timeouts.settle_timeout_s < timeouts.resume_timeout_s
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,7 @@ def test_the_defaults_are_a_chain() -> None:
     [
         ({"heartbeat_interval_s": 6.0}, ["--heartbeat-timeout-s=10", "--heartbeat-interval-s=6"]),
         ({"settle_timeout_s": 9.0}, ["--heartbeat-timeout-s=10", "--settle-timeout-s=9"]),
+        ({"resume_timeout_s": 59.5}, ["--settle-timeout-s=60", "--resume-timeout-s=59.5"]),
         ({"join_timeout_s": 59.5}, ["--settle-timeout-s=60", "--join-timeout-s=59.5"]),
     ],
 )

@@ -6,6 +6,8 @@ import argparse
 import importlib
 import os
 import sys
+import textwrap
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -14,12 +16,14 @@ from websockets.sync.client import connect
 
 from megatron_elas.control.environment import TOKEN_VARIABLE
 from megatron_elas.control.messages import Answer, BadMessage, InjectRequest, StatusRequest, decode_answer, encode
-from megatron_elas.control.run_dir import find_jobs
+from megatron_elas.control.run_dir import JobFile, find_jobs
 from megatron_elas.control.wire import OPTIONS, make_headers
 from megatron_elas.spec.errors import BadUsage, ElasticError, ExitCode
 from megatron_elas.spec.faults import GRAMMAR, parse_fault
 
 ANSWER_TIMEOUT_S = 10.0
+LONGEST_COMMAND = 60
+"""Characters of a job's command that are shown."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,7 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, allow_abbrev=False)
         if name == "inject":
             command.add_argument("fault", help=GRAMMAR)
-        command.add_argument("--controller", metavar="ws://HOST:PORT", help="default: the newest job on this node")
+        which = command.add_mutually_exclusive_group()
+        which.add_argument("--job", metavar="RUN_ID", help="its run id, or how it begins; default: the only job here")
+        which.add_argument("--controller", metavar="ws://HOST:PORT", help="where its controller listens")
     commands.add_parser("doctor", help="check the installed Megatron against what is attached to it")
     return parser
 
@@ -51,31 +57,63 @@ def main(argv: Sequence[str] | None = None) -> int:
                 request: InjectRequest | StatusRequest = InjectRequest(fault=str(parse_fault(flags.fault)))
             case _:
                 request = StatusRequest()
-        answer = ask(*find_controller(flags.controller, os.environ.get(TOKEN_VARIABLE)), request)
+        address, token = find_controller(flags.controller, flags.job, os.environ.get(TOKEN_VARIABLE))
+        answer = ask(address, token, request)
     except ElasticError as error:
         print(f"elas: {error}", file=sys.stderr)
         return error.exit_code
-    print(answer.text, file=sys.stdout if answer.ok else sys.stderr)
+    job = f"job {answer.run_id} at {address}:"
+    text = f"{job}\n{answer.text}" if isinstance(request, StatusRequest) else f"{job} {answer.text}"
+    print(text, file=sys.stdout if answer.ok else sys.stderr)
     return ExitCode.FINISHED if answer.ok else ExitCode.BAD_USAGE
 
 
-def find_controller(address: str | None, token: str | None) -> tuple[str, str]:
+def find_controller(address: str | None, run_id: str | None, token: str | None) -> tuple[str, str]:
     """Address and token of a job.
 
+    Args:
+        address: Of its controller, if given.
+        run_id: The job's, or how it begins, if given.
+        token: What the environment says; for a controller that no job on this node belongs to.
+
     Raises:
-        BadUsage: No job runs here, or the token of the one at ``address`` is not known.
+        BadUsage: No job runs here, more than one could be meant, or the token of the one at ``address`` is not known.
     """
     jobs = find_jobs()
     if address is None:
-        if not jobs:
-            raise BadUsage("no job of yours runs on this node: name one with --controller ws://HOST:PORT")
-        return jobs[-1].address, jobs[-1].token
+        job = _choose_job(jobs, run_id)
+        return job.address, job.token
     for job in jobs:
         if job.address == address:
             return address, job.token
     if token is None:
         raise BadUsage(f"the secret of the job at {address} is not known here: set {TOKEN_VARIABLE}")
     return address, token
+
+
+def _choose_job(jobs: Sequence[JobFile], run_id: str | None) -> JobFile:
+    # Two nodes of one job may run on one machine: same name, secret and port.
+    distinct = list({(job.run_id, job.token, job.address.rpartition(":")[2]): job for job in jobs}.values())
+    if not distinct:
+        raise BadUsage("no job of yours runs on this node: name one with --controller ws://HOST:PORT")
+    meant = [job for job in distinct if job.run_id.startswith(run_id or "")]
+    exact = [job for job in meant if job.run_id == run_id]
+    match exact or meant:
+        case [job]:
+            return job
+        case []:
+            raise BadUsage(f"no job of yours on this node has a run id that begins with '{run_id}': {_list(distinct)}")
+        case several:
+            way = "--controller" if exact else "--job RUN_ID"
+            raise BadUsage(f"{len(several)} jobs of yours run on this node, name one with {way}: {_list(several)}")
+
+
+def _list(jobs: Sequence[JobFile]) -> str:
+    return "; ".join(
+        f"{job.run_id} at {job.address} since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(job.started_s))} "
+        f"({textwrap.shorten(' '.join(job.command), LONGEST_COMMAND, placeholder=' …')})"
+        for job in jobs
+    )
 
 
 def ask(address: str, token: str, request: InjectRequest | StatusRequest) -> Answer:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.machinery
+import difflib
 import os
 import re
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,6 +28,15 @@ DEVICE_FILES = {"gpu": r"nvidia\d+", "npu": r"davinci\d+"}
 """In /dev, one per accelerator."""
 VISIBLE_DEVICES = {"gpu": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 KNOWN_BACKENDS = ("static", "c10d")
+TIMEOUT_HELP = {
+    "heartbeat_interval_s": "a worker says this often that it lives",
+    "heartbeat_timeout_s": "a joined worker that is silent for so long is lost, and killed",
+    "settle_timeout_s": "a survivor that has not stopped its step so long after a loss is lost too, and killed",
+    "resume_timeout_s": "a survivor whose first step after a loss takes so long is lost too, and killed",
+    "join_timeout_s": "for all nodes to join, and from the first worker that joined to the last",
+    "grace_s": "between asking a worker to end (SIGTERM) and killing it",
+}
+"""What each of ``ControlTimeouts`` limits."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,8 +58,10 @@ def build_parser() -> argparse.ArgumentParser:
         spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
         parser.add_argument(*spellings, **settings)  # type: ignore[arg-type]
 
-    add("nproc-per-node", default="1", metavar="N", help="workers per node: a number, auto, cpu, gpu or npu")
-    add("nnodes", default="1", metavar="N", help="number of nodes")
+    add(
+        "nproc-per-node", default="1", metavar="N", help="workers per node: a number, auto, cpu, gpu or npu; default: 1"
+    )
+    add("nnodes", default="1", metavar="N", help="number of nodes; default: 1")
     add("node-rank", metavar="N", help="this node, from 0; node 0 runs the controller")
     add("rdzv-endpoint", default="", metavar="HOST[:PORT]", help="node 0, where the controller listens")
     add("rdzv-id", metavar="ID", help="name of the job")
@@ -62,11 +74,24 @@ def build_parser() -> argparse.ArgumentParser:
     add("start-method", choices=["auto", "fork", "spawn"], default="auto", help="auto forks where no accelerator is")
     add("preload", metavar="MODULE:FUNCTION", help="called once, before workers are forked; none switches it off")
     for field in fields(ControlTimeouts):
-        add(field.name.replace("_", "-"), default=str(field.default), metavar="S", help="seconds")
+        meaning = f"{TIMEOUT_HELP[field.name]}; default: {field.default:g} s"
+        add(field.name.replace("_", "-"), default=str(field.default), metavar="S", help=meaning)
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as with python -m")
     parser.add_argument("script", help="script or module to run in every worker")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    arguments = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    arguments.required = False  # else argparse names it beside the script when both are missing
     return parser
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    flags, unknown = build_parser().parse_known_args(argv)
+    if not unknown:
+        return flags
+    known = [flag_of(name) for name in vars(flags) if name not in ("script", "arguments")]
+    name = unknown[0].partition("=")[0]
+    similar = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.75)
+    hint = f", did you mean {similar[0]}?" if similar else ":"
+    raise BadUsage(f"there is no flag {name}{hint} elasrun --help lists the flags")
 
 
 def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
@@ -75,7 +100,7 @@ def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptio
     Raises:
         BadUsage: A flag or value cannot work, in one sentence.
     """
-    flags = build_parser().parse_args(argv)
+    flags = _parse(argv)
     nnodes = _read_nnodes(flags.nnodes)
     node_rank = _read_node_rank(flags.node_rank, nnodes)
     host, port = _read_endpoint(flags, nnodes)
@@ -104,7 +129,7 @@ def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptio
 
 def find_ignored(argv: Sequence[str]) -> str | None:
     """A line about a flag that has no effect, if one was given."""
-    backend = build_parser().parse_args(argv).rdzv_backend
+    backend = _parse(argv).rdzv_backend
     if backend in KNOWN_BACKENDS:
         return None
     return f"--rdzv-backend {backend} has no effect: the controller on node 0 is the rendezvous"
@@ -209,12 +234,32 @@ def _read_token(token_file: str | None, environ: Mapping[str, str], nnodes: int)
 
 def _check_target(target: Target) -> None:
     if target.is_module:
-        top = target.name.partition(".")[0]
-        found = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
-        if found is None:
-            raise BadUsage(f"there is no module {target.name}: install it, or give a script's path without -m")
+        if not _has_module(target.name):
+            raise BadUsage(f"there is no module {target.name} to run: install it, or give a script's path without -m")
     elif not Path(target.name).is_file():
         raise BadUsage(f"there is no script {target.name} in {os.getcwd()}; a module needs -m")
+
+
+def _has_module(name: str) -> bool:
+    """Whether ``python -m`` would find it. Imports nothing: packages on the way may load torch."""
+    places: list[str] | None = [os.getcwd(), *sys.path]
+    parts = name.split(".")
+    for length in range(1, len(parts) + 1):
+        if places is None:  # what comes before is no package
+            return False
+        try:
+            spec = _find_spec(".".join(parts[:length]), places)
+        except KeyError:  # a folder without __init__.py in a package: only an import can tell
+            return True
+        if spec is None:
+            return False
+        places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+    return places is None or _find_spec(f"{name}.__main__", places) is not None
+
+
+def _find_spec(name: str, places: list[str]) -> ModuleSpec | None:
+    specs = (finder.find_spec(name, places) for finder in sys.meta_path)
+    return next((spec for spec in specs if spec is not None), None)
 
 
 def _choose_preload(given: str | None, target: Target, fresh: bool) -> str | None:

@@ -46,12 +46,14 @@ class MakePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShowRecovery:
-    """Print the event block; the same numbers go to the metrics."""
+    """Print the event block; the same goes to ``events.jsonl`` as numbers and names."""
 
     epoch: int
     text: str
     phases_ms: Mapping[str, float]
     """Columns of the phase table, and ``total``, their sum."""
+    facts: Mapping[str, object]
+    """The rest of the block, as values that JSON can hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,16 +7,19 @@ change nothing; a job ends once, with one code.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from megatron_elas.control import ending, joining, recovering
 from megatron_elas.control.commands import Note
+from megatron_elas.control.crashes import find_twin, shorten
 from megatron_elas.control.ending import Step, describe_status, dismiss, end_if_empty, finish, stop
 from megatron_elas.control.events import AgentLost, Event, PlanMade, PlanRefused, Terminate, Tick, WorkerSilent
 from megatron_elas.control.messages import (
     AgentHello,
+    Crashed,
     Failed,
     FaultFired,
     Finished,
@@ -30,6 +33,9 @@ from megatron_elas.control.recovering import Training
 from megatron_elas.control.states import Ended, Gathering, Launch, Resuming, Roster, Running, Settling, State, Stopping
 from megatron_elas.spec.errors import ExitCode
 from megatron_elas.spec.events import LossReason, WorkerLost
+
+_SOCKET = re.compile(r" \(channel \d+, epoch \d+\)")
+"""Which of a link's sockets broke: in the worker's traceback it helps, to people it says nothing."""
 
 
 def initial_state(launch: Launch) -> Gathering:
@@ -58,9 +64,11 @@ def step(state: State, event: Event, now: float) -> Step:
         case Hello() if isinstance(state, Gathering):
             return joining.worker_joined(state, event, now)
         case PlanMade() | PlanRefused():
-            return _planner_answered(state, event)
+            return _planner_answered(state, event, now)
         case FaultFired():
             return _fault_fired(state, event), ()
+        case Crashed():
+            return _crashed(state, event)
         case _ if isinstance(state, Stopping | Ended):
             return state, ()
         case _:
@@ -84,7 +92,7 @@ def _worker_spoke(state: Gathering | Training, event: Event, now: float) -> Step
             return recovering.worker_finished(state, event.worker)
         case Settled(report=report) if isinstance(state, Settling):
             if report.epoch == state.epoch and report.worker in state.roster.survivors:
-                return recovering.settled(state, report)
+                return recovering.settled(state, report, now)
         case Recovered(report=outcome) if isinstance(state, Resuming):
             if outcome.epoch == state.epoch and outcome.worker in state.roster.survivors:
                 return recovering.recovered(state, outcome)
@@ -102,18 +110,18 @@ def _peer_unreachable(state: Training, event: PeerUnreachable, now: float) -> St
         return replace(state, roster=roster), goodbyes
     if event.peer not in survivors or event.peer == event.worker:
         return _ignore(state, event)
-    detail = f"link from worker {event.worker} broke: {event.detail}"
+    detail = f"link from worker {event.worker} broke: {_SOCKET.sub('', event.detail)}"
     return _lose(state, [event.peer], LossReason.UNREACHABLE, detail, now)
 
 
-def _planner_answered(state: State, event: PlanMade | PlanRefused) -> Step:
+def _planner_answered(state: State, event: PlanMade | PlanRefused, now: float) -> Step:
     match state, event:
         case Gathering(), PlanMade(plan=plan) if plan.epoch == 0:
             return joining.plan_made(state, plan)
         case Gathering(), PlanRefused(epoch=0):
             return stop(state, event.exit_code, event.sentence)
         case Settling(epoch=epoch), PlanMade(plan=plan) if plan.epoch == epoch:
-            return recovering.plan_made(state, plan, event.seconds)
+            return recovering.plan_made(state, plan, event.seconds, now)
         case Settling(epoch=epoch), PlanRefused() if event.epoch == epoch:
             return recovering.plan_refused(state, event.exit_code, event.sentence)
         case _:
@@ -126,6 +134,27 @@ def _fault_fired(state: State, event: FaultFired) -> State:
     if isinstance(state, Settling | Resuming):
         return replace(state, outage=state.outage.with_fault(event))
     return state
+
+
+def _crashed(state: State, event: Crashed) -> Step:
+    """Remember the error. The loss is noticed by other signs; the job ends when a second worker fails alike.
+
+    Also of a worker that is lost already: its links may have broken before its last words were read.
+    """
+    twin = find_twin(state.roster.crashes, event)
+    if event.worker in state.roster.crashes:
+        return _ignore(state, event)
+    state = replace(state, roster=replace(state.roster, crashes={**state.roster.crashes, event.worker: event}))
+    if isinstance(state, Settling | Resuming):
+        state = replace(state, outage=state.outage.with_crash(event))
+    if twin is None or state.roster.finished:
+        return state, ()
+    return stop(
+        state,
+        ExitCode.CRASHED,
+        f"workers {twin.worker} and {event.worker} failed in step {event.step} with the same error, which the others "
+        f"would run into too ({shorten(event.error)}): mend its cause, then restart from the newest checkpoint",
+    )
 
 
 def _processes_changed(state: State, event: AgentHello | AgentLost | WorkerExited, now: float) -> Step:
@@ -209,7 +238,7 @@ def _check_deadlines(state: State, now: float) -> Step:
     match state:
         case Gathering():
             return joining.check_deadline(state, now)
-        case Settling():
+        case Settling() | Resuming():
             return recovering.check_deadline(state, now)
         case Stopping():
             return ending.check_deadline(state, now)

@@ -27,10 +27,9 @@ def stop(state: State, exit_code: int, sentence: str, signum: int = signal.SIGTE
 
 def end_if_empty(state: Stopping) -> Step:
     """``Ended`` once no process is left that an agent could still report."""
-    roster = state.roster
-    if any(roster.launch.node_of(worker) in roster.agents for worker in roster.remaining):
+    if state.roster.watched:
         return state, ()
-    ended = Ended(roster=roster, exit_code=state.exit_code, sentence=state.sentence)
+    ended = Ended(roster=state.roster, exit_code=state.exit_code, sentence=state.sentence)
     return ended, (EndJob(exit_code=state.exit_code, sentence=state.sentence),)
 
 
@@ -40,7 +39,7 @@ def check_deadline(state: Stopping, now: float) -> Step:
         return replace(state, deadline_s=now + 2 * state.roster.launch.timeouts.grace_s), ()
     if now < state.deadline_s:
         return state, ()
-    note = Note(text=f"workers {list(state.roster.remaining)} were not reported to have ended", warning=True)
+    note = Note(text=f"workers {list(state.roster.watched)} were not reported to have ended", warning=True)
     ended, commands = end_if_empty(replace(state, roster=replace(state.roster, agents=frozenset())))
     return ended, (note, *commands)
 

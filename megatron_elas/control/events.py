@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_elas.control.messages import (
     AgentHello,
+    Crashed,
     Failed,
     FaultFired,
     Finished,
@@ -66,6 +67,7 @@ class Terminate:
 Event = (
     AgentHello
     | AgentLost
+    | Crashed
     | Failed
     | FaultFired
     | Finished

@@ -71,10 +71,7 @@ class FirstNode:
             try:
                 port = await stack.enter_async_context(self._service.serve(host, options.controller_port))
             except OSError as error:
-                raise BadUsage(
-                    f"cannot listen on {host}:{options.controller_port} ({error.strerror}): end the job that uses "
-                    f"the port, or choose another with --controller-port"
-                ) from error
+                raise BadUsage(_explain_no_port(options, host, error)) from error
             write_job_file(run_dir, make_job_file(options, "127.0.0.1", port))
             agent = await self._launch_agent()
             if agent is not None:
@@ -115,9 +112,21 @@ class FirstNode:
     def _show(self, recovery: ShowRecovery) -> None:
         print(recovery.text, flush=True)
         if self._options.log_dir is not None:
-            event = {"event": "recovery", "epoch": recovery.epoch, "time_s": time.time(), **recovery.phases_ms}
+            head = {"event": "recovery", "epoch": recovery.epoch, "time_s": time.time()}
             with (self._options.log_dir / "events.jsonl").open("a") as file:
-                file.write(json.dumps(event) + "\n")
+                file.write(json.dumps({**head, **recovery.facts, **recovery.phases_ms}) + "\n")
+
+
+def _explain_no_port(options: LaunchOptions, host: str, error: OSError) -> str:
+    # asyncio's own text repeats the address.
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    problem = f"cannot listen on {host}:{options.controller_port} ({reason}): end the job that uses the port, or "
+    if options.nnodes == 1:
+        return f"{problem}choose another with --controller-port"
+    return (
+        f"{problem}choose another with --rdzv-endpoint on all nodes; where node 0 of this job runs here already, give "
+        f"this node its own --node-rank"
+    )
 
 
 def _find_port() -> int:

@@ -37,9 +37,10 @@ def find_agent_problem(roster: Roster, hello: AgentHello) -> str | None:
 
 def agent_joined(state: Gathering, hello: AgentHello, now: float) -> Step:
     """Remember the node. The first one starts the clock for the others, the last one the workers."""
-    roster = replace(state.roster, agents=state.roster.agents | {hello.node})
+    agents = state.roster.agents | {hello.node}
+    complete = len(agents) == state.roster.launch.nnodes
+    roster = replace(state.roster, agents=agents, started=complete)
     deadline_s = state.deadline_s or now + roster.launch.timeouts.join_timeout_s
-    complete = len(roster.agents) == roster.launch.nnodes
     return replace(state, roster=roster, deadline_s=deadline_s), (WelcomeAgents(),) if complete else ()
 
 
@@ -112,7 +113,8 @@ def lost_too_early(state: Gathering, worker: int, detail: str) -> Step:
     return stop(
         state,
         ExitCode.NOT_STARTED,
-        f"worker {worker} was lost before training began ({detail}): look at its output, then start again",
+        f"worker {worker} was lost before training began ({state.roster.explain(worker, detail)}): look at its output, "
+        f"then start again",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -116,7 +115,6 @@ def make_job_file(options: LaunchOptions, host: str, port: int) -> JobFile:
     """What ``elas`` finds on this node."""
     return JobFile(
         run_id=options.run_id,
-        pid=os.getpid(),
         started_s=time.time(),
         address=f"ws://{format_host(host)}:{port}",
         token=options.token,

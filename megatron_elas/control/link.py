@@ -179,6 +179,9 @@ class ControlLink:
             self._note_gone(str(error))
         except BadMessage as error:
             self._note_gone(str(error))
+        except Exception as error:  # the thread's boundary: if it died silently, waits would never end
+            logger.exception("worker %d: acting on a message of the controller failed", self._worker)
+            self._note_gone(f"acting on its message failed with {type(error).__name__}: {error}")
         else:
             self._note_gone("it closed the connection")
 

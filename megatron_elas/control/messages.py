@@ -85,6 +85,16 @@ class Failed(Message, kw_only=True):
     sentence: str
 
 
+class Crashed(Message, kw_only=True):
+    """The worker ends because of an exception that is not ours. Sent just before; then it is lost like any other."""
+
+    worker: int
+    step: int
+    """The step its training loop is in."""
+    error: str
+    """Type and text."""
+
+
 class Finished(Message, kw_only=True):
     """The worker reached the end of training and is about to exit with 0.
 
@@ -200,6 +210,8 @@ class Answer(Message, kw_only=True):
 
     ok: bool
     text: str
+    run_id: str = ""
+    """Of the job that answers."""
 
 
 # ---------------------------------------------------------------- on the wire
@@ -212,6 +224,7 @@ FromClient = (
     | Recovered
     | FaultFired
     | Failed
+    | Crashed
     | Finished
     | AgentHello
     | WorkerExited

@@ -10,6 +10,7 @@ import signal
 import socket
 from typing import Any
 
+import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.asyncio.connection import broadcast
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
@@ -36,7 +37,7 @@ from megatron_elas.control.messages import (
 from megatron_elas.control.run_dir import make_run_dir, write_job_file
 from megatron_elas.control.signals import handling_signals
 from megatron_elas.control.wire import OPTIONS, make_headers
-from megatron_elas.spec.errors import BadUsage, ElasticError
+from megatron_elas.spec.errors import BadUsage, NotStarted
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ async def run_other_node(options: LaunchOptions) -> EndJob:
 
     Raises:
         BadUsage: The controller refuses this node, or preloading failed.
-        ElasticError: Node 0 cannot be reached in time.
+        NotStarted: Node 0 cannot be reached in time, or leaves before the workers are started.
     """
     outbox: list[ClientConnection] = []
 
@@ -60,7 +61,8 @@ async def run_other_node(options: LaunchOptions) -> EndJob:
     signalled: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     async with contextlib.AsyncExitStack() as stack:
         run_dir = stack.enter_context(make_run_dir())
-        write_job_file(run_dir, make_job_file(options, options.controller_host, options.controller_port))
+        job_file = make_job_file(options, options.controller_host, options.controller_port)
+        write_job_file(run_dir, job_file)
         agent = await Agent.launch(
             preload=options.preload, environ=environ, grace_s=options.timeouts.grace_s, report=report
         )
@@ -72,6 +74,7 @@ async def run_other_node(options: LaunchOptions) -> EndJob:
         )
         order = await _receive(connection)
         if isinstance(order, Welcome):
+            write_job_file(run_dir, msgspec.structs.replace(job_file, run_id=order.run_id))
             stack.enter_context(handling_signals(lambda signum: _note_signal(agent, signalled, signum)))
             agent.start(make_requests(options, order, options.controller_port, run_dir, environ))
             return await _work(agent, connection, signalled)
@@ -118,7 +121,7 @@ async def _receive(connection: ClientConnection) -> ToAgent:
     try:
         return decode_to_agent(await connection.recv())
     except ConnectionClosed as error:
-        raise ElasticError(f"node 0 closed the connection ({error}): see its output") from error
+        raise NotStarted(f"node 0 closed the connection ({error}): see its output") from error
 
 
 async def _reach(options: LaunchOptions) -> ClientConnection:
@@ -136,7 +139,7 @@ async def _reach(options: LaunchOptions) -> ClientConnection:
             ) from error
         except (OSError, InvalidHandshake) as error:
             if loop.time() > deadline:
-                raise ElasticError(
+                raise NotStarted(
                     f"node 0 did not answer at {address} within --join-timeout-s={options.timeouts.join_timeout_s:g} "
                     f"({error}): start elasrun there, and check --rdzv-endpoint"
                 ) from error

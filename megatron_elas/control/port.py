@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 
 from megatron_elas.control.link import ControlLink
-from megatron_elas.control.messages import Failed, Finished, PeerUnreachable, Quiesce, Recover, Recovered, Settled
+from megatron_elas.control.messages import (
+    Crashed,
+    Failed,
+    Finished,
+    PeerUnreachable,
+    Quiesce,
+    Recover,
+    Recovered,
+    Settled,
+)
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 
 
@@ -53,3 +62,7 @@ class LinkPort:
     def failed(self, exit_code: int, sentence: str) -> None:
         """This worker ends because of an error that no other worker can mend."""
         self._link.send(Failed(worker=self._worker, exit_code=exit_code, sentence=sentence))
+
+    def crashed(self, step: int, error: str) -> None:
+        """This worker ends because of an exception that is not ours; ``error`` is its type and text."""
+        self._link.send(Crashed(worker=self._worker, step=step, error=error))

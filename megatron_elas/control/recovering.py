@@ -13,7 +13,7 @@ from dataclasses import replace
 from megatron_elas.control.commands import Command, MakePlan, Note, ShowRecovery, Tell, TellAgent
 from megatron_elas.control.ending import Step, dismiss, finish, stop
 from megatron_elas.control.messages import KillWorker, Quiesce, Recover
-from megatron_elas.control.recovery_block import find_slowest, format_block, phases_ms
+from megatron_elas.control.recovery_block import facts_of, find_slowest, format_block, phases_ms
 from megatron_elas.control.states import Outage, Resuming, Roster, Running, Settling
 from megatron_elas.planner.settle import settle
 from megatron_elas.spec.errors import ExitCode, StateInvalid
@@ -30,6 +30,7 @@ FENCED = frozenset({LossReason.SILENT, LossReason.UNREACHABLE})
 
 def lose(state: Training, losses: Sequence[WorkerLost], now: float) -> Step:
     """Start a new epoch without these workers; all of them survivors until now."""
+    losses = [replace(loss, detail=state.roster.explain(loss.worker, loss.detail)) for loss in losses]
     roster = replace(state.roster, lost={**state.roster.lost, **{loss.worker: loss for loss in losses}})
     fences = _fence(roster, losses)
     notes = tuple(
@@ -39,7 +40,9 @@ def lose(state: Training, losses: Sequence[WorkerLost], now: float) -> Step:
         return _end_training(replace(state, roster=roster), (*fences, *notes))
     if not roster.survivors:
         stopped, commands = stop(
-            replace(state, roster=roster), ExitCode.GAVE_UP, "no worker is left: restart from the newest checkpoint"
+            replace(state, roster=roster),
+            ExitCode.GAVE_UP,
+            f"no worker is left, the last one {losses[-1].detail}: restart from the newest checkpoint",
         )
         return stopped, (*fences, *notes, *commands)
     epoch, outage = state.epoch + 1, _extend_outage(state, losses)
@@ -108,19 +111,19 @@ def _let_spares_go(state: Running) -> Step:
     return replace(state, roster=roster), goodbyes
 
 
-def settled(state: Settling, report: SettleReport) -> Step:
+def settled(state: Settling, report: SettleReport, now: float) -> Step:
     """Remember a survivor's position; the last one may move on."""
     if report.worker in state.reports:
         return state, (Note(text=f"epoch {state.epoch}: worker {report.worker} settled twice"),)
-    return _resume_if_ready(replace(state, reports={**state.reports, report.worker: report}))
+    return _resume_if_ready(replace(state, reports={**state.reports, report.worker: report}), now)
 
 
-def plan_made(state: Settling, plan: ElasticPlan, seconds: float) -> Step:
+def plan_made(state: Settling, plan: ElasticPlan, seconds: float, now: float) -> Step:
     """Remember the plan; it may be the last thing that was missing."""
-    return _resume_if_ready(replace(state, plan=plan, plan_s=seconds))
+    return _resume_if_ready(replace(state, plan=plan, plan_s=seconds), now)
 
 
-def _resume_if_ready(state: Settling) -> Step:
+def _resume_if_ready(state: Settling, now: float) -> Step:
     survivors, plan = state.roster.survivors, state.plan
     if plan is None or not state.reports.keys() >= set(survivors):
         return state, ()
@@ -135,7 +138,13 @@ def _resume_if_ready(state: Settling) -> Step:
         addresses=state.roster.addresses_of(survivors),
         plan_s=state.plan_s,
     )
-    resuming = Resuming(roster=state.roster, plan=plan, plan_s=state.plan_s, outage=replace(state.outage, plans=plans))
+    resuming = Resuming(
+        roster=state.roster,
+        plan=plan,
+        plan_s=state.plan_s,
+        outage=replace(state.outage, plans=plans),
+        deadline_s=now + state.roster.launch.timeouts.resume_timeout_s,
+    )
     note = Note(
         text=f"epoch {state.epoch}: {len(survivors)} survivors settled, step {settlement.resume_step} is next: "
         f"{plan.placement.describe()}"
@@ -184,23 +193,21 @@ def _run_if_recovered(state: Resuming) -> Step:
             epoch=state.epoch,
             text=format_block(state.outage, state.plan, reports, state.plan_s),
             phases_ms=phases_ms(state.outage.losses, find_slowest(reports), state.plan_s),
+            facts=facts_of(state.outage, state.plan, find_slowest(reports)),
         ),
     )
 
 
-def check_deadline(state: Settling, now: float) -> Step:
-    """Lose the survivors that did not unwind in time."""
+def check_deadline(state: Settling | Resuming, now: float) -> Step:
+    """Lose the survivors that did not report in time."""
     if now < state.deadline_s:
         return state, ()
-    limit_s = state.roster.launch.timeouts.settle_timeout_s
+    timeouts = state.roster.launch.timeouts
+    detail = (
+        f"did not unwind within --settle-timeout-s={timeouts.settle_timeout_s:g}"
+        if isinstance(state, Settling)
+        else f"did not finish its first step within --resume-timeout-s={timeouts.resume_timeout_s:g}"
+    )
     late = [worker for worker in state.roster.survivors if worker not in state.reports]
-    losses = [
-        WorkerLost(
-            worker=worker,
-            reason=LossReason.SILENT,
-            detail=f"did not unwind within --settle-timeout-s={limit_s:g}",
-            at_s=now,
-        )
-        for worker in late
-    ]
+    losses = [WorkerLost(worker=worker, reason=LossReason.SILENT, detail=detail, at_s=now) for worker in late]
     return lose(state, losses, now) if losses else (state, ())

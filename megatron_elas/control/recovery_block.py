@@ -70,6 +70,32 @@ def format_block(outage: Outage, plan: ElasticPlan, reports: Sequence[RecoveryRe
     )
 
 
+def facts_of(outage: Outage, plan: ElasticPlan, report: RecoveryReport) -> dict[str, object]:
+    """What the block says besides its times, for programs.
+
+    A lost spare has no stage, cell and lane. Spares that live are survivors.
+    """
+    return {
+        "lost": [_loss_facts(outage, loss) for loss in outage.losses],
+        "before": outage.began_in.describe(),
+        "after": plan.placement.describe(),
+        "resume_step": report.resume_step,
+        "survivors": sorted((*plan.placement.workers, *plan.placement.spares)),
+    }
+
+
+def _loss_facts(outage: Outage, loss: WorkerLost) -> dict[str, object]:
+    seat = outage.began_in.find_seat(loss.worker)
+    return {
+        "worker": loss.worker,
+        "stage": None if seat is None else seat.stage,
+        "cell": None if seat is None else seat.cell,
+        "lane": None if seat is None else seat.lane,
+        "reason": str(loss.reason),
+        "detail": loss.detail,
+    }
+
+
 def _format_loss(outage: Outage, loss: WorkerLost) -> str:
     seat = outage.began_in.find_seat(loss.worker)
     where = "spare" if seat is None else f"stage {seat.stage}, cell {seat.cell}, lane {seat.lane}"

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 
+import msgspec
 from websockets.asyncio.server import Server, ServerConnection, broadcast, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
@@ -175,7 +176,9 @@ class ControlService:
                 case AgentHello():
                     await self._converse_with_agent(connection, first)
                 case InjectRequest() | StatusRequest():
-                    await connection.send(encode(self._answer(first)))
+                    await connection.send(
+                        encode(msgspec.structs.replace(self._answer(first), run_id=self._welcome.run_id))
+                    )
                 case _:
                     raise BadMessage(f"a connection cannot begin with {type(first).__name__}")
         except BadMessage as error:

@@ -14,7 +14,6 @@ from megatron_elas.control.starter_messages import (
     PreloadFailed,
     Ready,
     SignalWorker,
-    Started,
     StartWorker,
     WorkerEnded,
     decode_from_starter,
@@ -42,7 +41,6 @@ class Starter:
         self._writer = writer
         self._on_end = on_end
         self._running: set[int] = set()
-        self._pids: dict[int, int] = {}
         self._reading: asyncio.Task[None] | None = None
 
     @staticmethod
@@ -98,11 +96,6 @@ class Starter:
         """Workers that were started and did not end."""
         return frozenset(self._running)
 
-    @property
-    def pids(self) -> Mapping[int, int]:
-        """Process ids by worker, ended ones included."""
-        return self._pids
-
     def start(self, request: StartWorker) -> None:
         """Start a worker. Its end is reported like any other, also when it cannot run."""
         self._running.add(request.worker)
@@ -116,8 +109,6 @@ class Starter:
     async def _read(self) -> None:
         while line := await self._reader.readline():
             match decode_from_starter(line):
-                case Started(worker=worker, pid=pid):
-                    self._pids[worker] = pid
                 case WorkerEnded() as end:
                     self._running.discard(end.worker)
                     self._on_end(end)

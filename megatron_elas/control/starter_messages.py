@@ -55,13 +55,6 @@ class PreloadFailed(StarterMessage, frozen=True, kw_only=True):
     sentence: str
 
 
-class Started(StarterMessage, frozen=True, kw_only=True):
-    """A worker runs."""
-
-    worker: int
-    pid: int
-
-
 class WorkerEnded(StarterMessage, frozen=True, kw_only=True):
     """A worker ended. ``status`` is its exit code, or minus the signal number."""
 
@@ -71,7 +64,7 @@ class WorkerEnded(StarterMessage, frozen=True, kw_only=True):
 
 
 ToStarter = StartWorker | SignalWorker
-FromStarter = Ready | PreloadFailed | Started | WorkerEnded
+FromStarter = Ready | PreloadFailed | WorkerEnded
 
 _encoder = msgspec.json.Encoder()
 _to_starter: msgspec.json.Decoder[ToStarter] = msgspec.json.Decoder(ToStarter)

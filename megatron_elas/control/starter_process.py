@@ -25,7 +25,6 @@ from megatron_elas.control.starter_messages import (
     PreloadFailed,
     Ready,
     SignalWorker,
-    Started,
     StarterMessage,
     StartWorker,
     WorkerEnded,
@@ -93,7 +92,6 @@ class StarterProcess:
         child = Child(worker=request.worker, pid=pid, pidfd=os.pidfd_open(pid))
         self._children[request.worker] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
-        self.say(Started(worker=request.worker, pid=pid))
 
     def _forget(self) -> None:
         """In a forked child: let go of what belongs to the starter."""

@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron_elas.config import ControlTimeouts
-from megatron_elas.control.messages import FaultFired, Hello
+from megatron_elas.control.crashes import describe_crash
+from megatron_elas.control.messages import Crashed, FaultFired, Hello
 from megatron_elas.spec.events import LossReason, WorkerLost
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Placement
@@ -55,6 +56,8 @@ class Roster:
     launch: Launch
     agents: frozenset[int] = frozenset()
     """Nodes whose agent is connected."""
+    started: bool = False
+    """All nodes joined once, so that their agents were told to start the workers."""
     hellos: Mapping[int, Hello] = field(default_factory=dict)
     """Of the workers that joined."""
     lost: Mapping[int, WorkerLost] = field(default_factory=dict)
@@ -63,6 +66,8 @@ class Roster:
     """Exit statuses of the processes that ended; minus the signal number for a signal."""
     faults: Mapping[int, FaultFired] = field(default_factory=dict)
     """The newest scripted fault of each worker."""
+    crashes: Mapping[int, Crashed] = field(default_factory=dict)
+    """Of the workers that said which error they end because of."""
 
     @property
     def job(self) -> JobSpec | None:
@@ -79,6 +84,15 @@ class Roster:
         """Launched processes that were neither lost nor seen to end, ascending."""
         gone = self.lost.keys() | self.exited.keys()
         return tuple(worker for worker in range(self.launch.world_size) if worker not in gone)
+
+    @property
+    def watched(self) -> tuple[int, ...]:
+        """Those of ``remaining`` that were started and whose agent can still report their end."""
+        return tuple(worker for worker in self.remaining if self.started and self.launch.node_of(worker) in self.agents)
+
+    def explain(self, worker: int, detail: str) -> str:
+        """How a worker was lost, with the error it named, if it did."""
+        return f"{detail}, {describe_crash(self.crashes[worker])}" if worker in self.crashes else detail
 
     def addresses_of(self, workers: tuple[int, ...]) -> dict[int, str]:
         """Data-plane addresses."""
@@ -150,6 +164,10 @@ class Outage:
             ),
         )
 
+    def with_crash(self, crash: Crashed) -> Outage:
+        """The outage with the error that the worker named, if it is one of the losses."""
+        return self._amend(crash.worker, lambda loss: replace(loss, detail=f"{loss.detail}, {describe_crash(crash)}"))
+
     def _amend(self, worker: int, change: Callable[[WorkerLost], WorkerLost]) -> Outage:
         return replace(self, losses=tuple(change(loss) if loss.worker == worker else loss for loss in self.losses))
 
@@ -176,13 +194,15 @@ class Settling:
 class Resuming:
     """Survivors restore and run their first step under the new plan.
 
-    The last ``Recovered`` moves on to ``Running``; a loss goes back to ``Settling``.
+    The last ``Recovered`` moves on to ``Running``; a loss, or the deadline, goes back to ``Settling``.
     """
 
     roster: Roster
     plan: ElasticPlan
     plan_s: float
     outage: Outage
+    deadline_s: float
+    """For the last report."""
     reports: Mapping[int, RecoveryReport] = field(default_factory=dict)
 
     @property

@@ -57,9 +57,10 @@ def _worker_lines(
         elif worker in state.roster.finished:
             text = "finished"
         elif worker in state.roster.hellos:
+            hello = state.roster.hellos[worker]
             silence_s = silence_of(worker)
             heard = "" if silence_s is None else f", heard {silence_s:.1f} s ago"
-            text = f"step {step_of(worker) or 0}{heard}"
+            text = f"step {step_of(worker) or 0}, pid {hello.pid} on {hello.host}{heard}"
         else:
             text = "exited" if worker in state.roster.exited else "not joined"
         lines.append(f"worker {worker}: {text}")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 import types
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from megatron_elas.cli import elas
+from megatron_elas.control.run_dir import JobFile, make_run_dir, write_job_file
 from tests.cli.launcher import FAST, TOY, launched
 from tests.control.jobs import make_job
 from tests.control.served import TOKEN, joined, serving
@@ -18,17 +21,21 @@ pytestmark = pytest.mark.process
 
 
 def test_a_running_job_is_found_looked_at_and_struck(capsys: pytest.CaptureFixture[str]) -> None:
-    with launched("--nproc-per-node", "4", *FAST, TOY, "2", "2", "1") as job:
+    with launched("--nproc-per-node", "4", "--rdzv-id=run7", *FAST, TOY, "2", "2", "1") as job:
         job.wait_for("starts", 4)
         assert elas.main(["status"]) == 0
-        assert "running, epoch 0: stage 0: [0] [1] | stage 1: [2] [3]" in capsys.readouterr().out
+        head, where, *workers = capsys.readouterr().out.splitlines()
+        assert re.fullmatch(r"job run7 at ws://127\.0\.0\.1:\d+:", head)
+        assert where == "running, epoch 0: stage 0: [0] [1] | stage 1: [2] [3]"
+        pids = {int(re.findall(r"worker \d: step \d+, pid (\d+) on ", line)[0]) for line in workers}
+        assert pids == {child.pid for child in job.descendants() if not child.children()}
         step = 1_000_000
         assert elas.main(["inject", f"kill:worker=9@step={step},phase=between"]) == 2
-        assert "no worker 9" in capsys.readouterr().err
+        assert re.match(r"job run7 at .*: .* there is no worker 9", capsys.readouterr().err)
         # The toy strikes between steps; far enough ahead to arrive in time, near enough to wait for.
         steps = [int(line.split("step ")[1].split(",")[0]) for line in status_lines(capsys)]
         assert elas.main(["inject", f"kill:worker=3@step={max(steps) + 50},phase=between"]) == 0
-        assert "worker 3 will be struck" in capsys.readouterr().out
+        assert re.match(r"job run7 at ws:.*: worker 3 will be struck", capsys.readouterr().out)
         outcome = job.finish()
     assert outcome.code == 0 and "lost     worker 3" in outcome.out, outcome
 
@@ -43,6 +50,50 @@ def test_without_a_job_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == (
         "elas: no job of yours runs on this node: name one with --controller ws://HOST:PORT\n"
     )
+
+
+def publish(run_dir: Path, run_id: str, port: int, command: Sequence[str] = ("train.py", "--x")) -> None:
+    address = f"ws://127.0.0.1:{port}"
+    write_job_file(run_dir, JobFile(run_id=run_id, started_s=1.0, address=address, token=TOKEN, command=tuple(command)))
+
+
+def test_of_several_jobs_none_is_struck_unless_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    fault = "kill:worker=1@step=1000000,phase=between"
+    with (
+        serving(2) as served,
+        joined(served, make_job(pipeline=1, data=2)) as members,
+        make_run_dir() as one,
+        make_run_dir() as two,
+    ):
+        port = int(served.address.rpartition(":")[2])
+        publish(one, "abc1", port)
+        publish(two, "abd2", 1, ["-m", "other", *["--long"] * 100])
+        for arguments in (["status"], ["inject", fault], ["inject", fault, "--job", "ab"]):
+            assert elas.main(arguments) == 2
+            [line] = capsys.readouterr().err.splitlines()
+            assert line.startswith("elas: 2 jobs of yours run on this node, name one with --job RUN_ID: abc1 at ws://")
+            assert re.search(r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d \(train\.py --x\); abd2 at .*\(-m other", line)
+            assert len(line) < 300
+        assert elas.main(["inject", fault, "--job", "abc"]) == 0
+        assert capsys.readouterr().out == f"job test at {served.address}: worker 1 will be struck: {fault}\n"
+        assert members[1].injected.get(timeout=10) == fault
+        assert elas.main(["status", "--controller", served.address]) == 0
+        assert elas.main(["status", "--job", "x"]) == 2
+        assert "no job of yours on this node has a run id that begins with 'x': abc1 at" in capsys.readouterr().err
+        assert elas.main(["status", "--job", "abc1", "--controller", served.address]) == 2
+
+
+def test_a_run_id_that_begins_another_names_its_own_job_and_two_nodes_are_one_job(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with make_run_dir() as one, make_run_dir() as two, make_run_dir() as three:
+        publish(one, "run", 1)
+        publish(two, "run", 1)
+        publish(three, "run2", 2)
+        assert elas.find_controller(None, "run", None) == ("ws://127.0.0.1:1", TOKEN)
+        publish(two, "run", 3)
+        assert elas.main(["status", "--job", "run"]) == 2
+        assert "2 jobs of yours run on this node, name one with --controller" in capsys.readouterr().err
 
 
 def test_a_controller_can_be_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

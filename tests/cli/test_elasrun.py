@@ -10,11 +10,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import fields
 from pathlib import Path
 
 import psutil
 import pytest
 
+from megatron_elas.cli.launch_flags import TIMEOUT_HELP, build_parser
+from megatron_elas.config import ControlTimeouts
 from tests.cli.launcher import FAST, TOY, WAIT_S, elasrun, launched, wait_gone, write_script
 
 pytestmark = pytest.mark.process
@@ -224,7 +228,10 @@ def test_a_signal_while_preloading_ends_the_launch(tmp_path: Path) -> None:
     [
         (["nothing.py"], "there is no script nothing.py"),
         (["-m", "no_such_module"], "there is no module no_such_module"),
-        ([], "the following arguments are required: script"),
+        (["-m", "megatron_elas.pretrain_gtp"], "there is no module megatron_elas.pretrain_gtp"),
+        (["-m", "megatron.training.nothing"], "there is no module megatron.training.nothing"),
+        (["-m", "json"], "there is no module json to run"),
+        ([], "the following arguments are required: script; elasrun --help"),
         (["--nproc-per-node", "0", TOY], "--nproc-per-node must be a number from 1 up"),
         (["--nproc-per-node", "many", TOY], "got 'many'"),
         (["--nnodes", "1:4", TOY], "a range is not supported"),
@@ -233,9 +240,12 @@ def test_a_signal_while_preloading_ends_the_launch(tmp_path: Path) -> None:
         (["--nnodes", "2", "--node-rank", "0", TOY], "needs --rdzv-endpoint"),
         (["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "localhost", TOY], "needs a secret"),
         (["--master-port", "70000", TOY], "--master-port must be a port from 0 to 65535"),
-        (["--unknown", TOY], "elasrun --help"),
+        (["--unknown", TOY], "there is no flag --unknown: elasrun --help"),
+        (["--nproc-per-nod=2", TOY], "there is no flag --nproc-per-nod, did you mean --nproc-per-node? elasrun --help"),
+        (["--log_dirs", "x", TOY], "there is no flag --log_dirs, did you mean --log-dir?"),
         (["--heartbeat-timeout-s", "0.6", TOY], "--heartbeat-timeout-s=0.6 is less than twice --heartbeat-interval-s"),
         (["--settle-timeout-s", "5", TOY], "--heartbeat-timeout-s=10 is more than --settle-timeout-s=5"),
+        (["--resume-timeout-s", "59", TOY], "--settle-timeout-s=60 is more than --resume-timeout-s=59"),
         (["--grace-s", "soon", TOY], "--grace-s must be a number of seconds"),
         (["--preload", "nothing", TOY], "module:function"),
         (["--log-dir", "/proc/nothing", TOY], "--log-dir /proc/nothing cannot be made"),
@@ -258,7 +268,27 @@ def test_a_port_in_use_is_said_and_leaves_nothing(flag: str) -> None:
         outcome = elasrun(flag, f"127.0.0.1:{port}" if "rdzv" in flag else str(port), TOY)
     assert outcome.code == 2
     assert str(port) in outcome.err and len(outcome.err.splitlines()) == 1
+    assert outcome.err.lower().count("address already in use") == 1
     assert not run_dirs()
+
+
+def test_a_second_node_that_is_started_as_the_first_is_told_so() -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        outcome = elasrun(
+            "--nnodes=2", "--node-rank=0", f"--rdzv-endpoint={endpoint}", TOY, environ={"ELAS_TOKEN": "the same"}
+        )
+    assert outcome.code == 2 and len(outcome.err.splitlines()) == 1
+    assert "--rdzv-endpoint" in outcome.err and "--node-rank" in outcome.err and "--controller" not in outcome.err
+
+
+def test_the_help_says_what_every_timeout_limits_and_its_default() -> None:
+    assert TIMEOUT_HELP.keys() == {field.name for field in fields(ControlTimeouts)}
+    text = " ".join(build_parser().format_help().split())
+    assert "--grace_s S between asking a worker to end (SIGTERM) and killing it; default: 10 s" in text
+    assert "auto, cpu, gpu or npu; default: 1" in text
 
 
 def test_an_unknown_rendezvous_backend_is_accepted_with_a_line(tmp_path: Path) -> None:
@@ -284,7 +314,10 @@ def test_the_launcher_imports_no_torch() -> None:
         ("kill:worker=3@step=5,phase=between", "exited, killed by SIGKILL"),
         ("stop:worker=3@step=5,phase=between", "silent, no heartbeat"),
         ("exit:worker=3@step=5,phase=between", "exited, exited with status 1"),
-        ("exception:worker=3@step=5,phase=between", "exited, exited with status 1"),
+        (
+            "exception:worker=3@step=5,phase=between",
+            "exited, exited with status 1, failed with: InjectedFault: injected fault exception:worker=3@step=5,",
+        ),
         ("kill:worker=0@step=5,phase=between", "exited, killed by SIGKILL"),
     ],
 )
@@ -300,6 +333,23 @@ def test_a_job_that_loses_a_worker_goes_on_with_the_others(fault: str, reason: s
     assert sum(values[:-1]) == pytest.approx(values[-1], abs=1e-6)
 
 
+def test_a_recovery_is_logged_with_who_was_lost_and_where_the_others_are_now(tmp_path: Path) -> None:
+    outcome = elasrun(
+        "--nproc-per-node=4", f"--log-dir={tmp_path}", *FAST, TOY, "2", "2", "1", "kill:worker=3@step=5,phase=between"
+    )
+    assert outcome.code == 0, outcome
+    [line] = (tmp_path / "events.jsonl").read_text().splitlines()
+    event = json.loads(line)
+    [loss] = event["lost"]
+    assert loss == {
+        "worker": 3, "stage": 1, "cell": 1, "lane": 0, "reason": "exited", "detail": "killed by SIGKILL"
+    }  # fmt: skip
+    assert event["before"] == "stage 0: [0] [1] | stage 1: [2] [3]"
+    assert event["after"] == "stage 0: [0] [1] | stage 1: [2]"
+    assert event["survivors"] == [0, 1, 2] and event["resume_step"] >= 5
+    assert (event["event"], event["epoch"]) == ("recovery", 1) and event["total"] > 0 and event["time_s"] > 0
+
+
 def test_a_second_loss_during_the_recovery_is_recovered_from_too() -> None:
     outcome = elasrun(
         "--nproc-per-node", "4", *FAST, TOY, "1", "4", "2",
@@ -313,6 +363,27 @@ def test_losing_a_whole_stage_gives_up_with_its_own_code() -> None:
     outcome = elasrun("--nproc-per-node", "2", *FAST, TOY, "2", "1", "1", "kill:worker=1@step=5,phase=between")
     assert outcome.code == 3
     assert "stage 1 lost all its cells" in outcome.err
+
+
+def test_an_error_that_a_second_worker_runs_into_ends_the_job_instead_of_all_workers_one_by_one() -> None:
+    faults = [f"exception:worker={worker}@step=5,phase=between" for worker in range(6)]
+    outcome = elasrun("--nproc-per-node", "6", *FAST, TOY, "1", "6", "6", *faults)
+    assert outcome.code == 1, outcome
+    [sentence] = re.findall(r"^elasrun: (workers .*)$", outcome.err, re.MULTILINE)
+    assert re.fullmatch(
+        r"workers \d and \d failed in step 5 with the same error, which the others would run into too \(InjectedFault: "
+        r".*\): mend its cause, then restart from the newest checkpoint \(exit code 1\)",
+        sentence,
+    )
+
+
+def test_survivors_that_hang_after_the_order_to_recover_end_the_job() -> None:
+    outcome = elasrun(
+        "--nproc-per-node", "4", *FAST, "--settle-timeout-s=1", "--resume-timeout-s=1",
+        TOY, "2", "2", "1", "kill:worker=3@step=5,phase=between", environ={"TOY_NEVER_RECOVERS": "1"},
+    )  # fmt: skip
+    assert outcome.code == 3, outcome
+    assert "did not finish its first step within --resume-timeout-s=1" in outcome.err
 
 
 def test_a_worker_killed_from_outside_is_recovered_from() -> None:
@@ -359,6 +430,21 @@ def test_a_plain_job_of_two_nodes_ends_everywhere(tmp_path: Path) -> None:
         launched(*common, "--node-rank=0", script, environ=environ) as first,
     ):
         assert (first.finish().code, second.finish().code) == (9, 9)
+
+
+SOON = ("--settle-timeout-s=0.6", "--join-timeout-s=1")
+
+
+def test_nodes_that_wait_for_others_in_vain_end_as_not_started_and_at_once() -> None:
+    common = ("--nnodes=2", "--nproc-per-node=2", f"--rdzv-endpoint={free_endpoint()}", *FAST, "--grace-s=8", *SOON)
+    environ = {"ELAS_TOKEN": "the same"}
+    for node, words in ((0, "nodes [1] did not join within --join-timeout-s=1"), (1, "node 0 did not answer")):
+        began = time.monotonic()
+        outcome = elasrun(*common, f"--node-rank={node}", TOY, "1", "4", "2", environ=environ)
+        assert time.monotonic() - began < 8
+        assert outcome.code == 5 and words in outcome.err, outcome
+        assert len(outcome.err.splitlines()) == 1
+    assert not run_dirs()
 
 
 def test_a_node_with_another_secret_is_refused(tmp_path: Path) -> None:

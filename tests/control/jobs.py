@@ -16,7 +16,12 @@ from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.report import Holding, RecoveryReport, SettleReport
 
 TIMEOUTS = ControlTimeouts(
-    heartbeat_interval_s=0.05, heartbeat_timeout_s=0.5, settle_timeout_s=2.0, join_timeout_s=10.0, grace_s=1.0
+    heartbeat_interval_s=0.05,
+    heartbeat_timeout_s=0.5,
+    settle_timeout_s=2.0,
+    resume_timeout_s=5.0,
+    join_timeout_s=10.0,
+    grace_s=1.0,
 )
 
 

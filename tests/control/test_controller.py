@@ -10,6 +10,7 @@ from megatron_elas.control.commands import MakePlan, Note, ShowRecovery, Tell, T
 from megatron_elas.control.events import AgentLost, PlanMade, Terminate, Tick, WorkerSilent
 from megatron_elas.control.messages import (
     AgentHello,
+    Crashed,
     Failed,
     FaultFired,
     Finished,
@@ -150,9 +151,20 @@ def test_a_node_that_does_not_come_ends_the_job(job: JobSpec) -> None:
     director = Director(job, nnodes=2)
     director.send(AgentHello(node=0, host="here", workers=(0, 1)))
     director.now += TIMEOUTS.join_timeout_s + 1
-    director.send(Tick())
+    commands = director.send(Tick())
     assert stop_code(director) == ExitCode.NOT_STARTED
     assert "nodes [1]" in director.state.sentence
+    assert end_of(commands) is not None, "no worker was started, so there is none to wait for"
+
+
+def test_only_workers_that_an_agent_can_still_report_are_waited_for(job: JobSpec) -> None:
+    director = Director(job, nnodes=2).start()
+    director.send(AgentLost(node=1), Terminate(signum=signal.SIGTERM), Tick())
+    assert isinstance(director.state, Stopping)
+    director.now += 2 * TIMEOUTS.grace_s
+    note, end = director.send(Tick())
+    assert isinstance(note, Note) and note.text == "workers [0, 1] were not reported to have ended"
+    assert end_of([end]) is not None
 
 
 # ---------------------------------------------------------------- plain jobs
@@ -243,6 +255,12 @@ def test_a_worker_that_a_peer_cannot_reach_is_killed(running: Director) -> None:
     assert running.state.outage.losses[0].detail.endswith("exited with status 1")
 
 
+def test_a_broken_link_is_told_to_people_without_the_name_of_its_socket(running: Director) -> None:
+    detail = "Connection reset by peer (channel 1099511627778, epoch 0)"
+    running.send(PeerUnreachable(worker=1, epoch=0, peer=3, detail=detail))
+    assert running.state.roster.lost[3].detail == "link from worker 1 broke: Connection reset by peer"
+
+
 def test_of_two_workers_that_accuse_each_other_one_is_lost(running: Director) -> None:
     running.send(
         PeerUnreachable(worker=1, epoch=0, peer=3, detail="reset"),
@@ -310,6 +328,119 @@ def test_survivors_that_do_not_settle_in_time_are_lost_too(running: Director) ->
     assert "--settle-timeout-s=2" in running.state.roster.lost[4].detail
 
 
+def resuming(job: JobSpec, lost: int) -> Director:
+    """A job whose survivors were just told to recover."""
+    director = Director(job).start()
+    old = plan_of(director)
+    director.send(exited(lost, -9))
+    director.settle(1, director.state.roster.survivors, old)
+    assert isinstance(director.state, Resuming)
+    return director
+
+
+def test_survivors_that_do_not_finish_their_first_step_in_time_are_lost_too() -> None:
+    director = resuming(make_job(pipeline=2, data=3), 5)
+    director.recover(1, [0, 1, 2, 3])
+    director.now += TIMEOUTS.resume_timeout_s - 1
+    director.send(Tick())
+    assert isinstance(director.state, Resuming)
+    director.now += 1
+    commands = director.send(Tick())
+    assert TellAgent(node=0, message=KillWorker(worker=4)) in commands
+    [(workers, quiesce)] = told(commands, Quiesce)
+    assert workers == (0, 1, 2, 3) and quiesce.epoch == 2
+    loss = director.state.roster.lost[4]
+    assert loss.reason is LossReason.SILENT
+    assert loss.detail == "did not finish its first step within --resume-timeout-s=5"
+
+
+def test_a_spare_that_does_not_report_in_time_is_lost_too() -> None:
+    director = resuming(make_job(pipeline=1, data=2, tensor=2), 3)
+    director.recover(1, [0, 1])
+    director.now += TIMEOUTS.resume_timeout_s
+    assert told(director.send(Tick()), Quiesce)[0][0] == (0, 1)
+    assert set(director.state.roster.lost) == {2, 3}
+
+
+def test_a_job_whose_survivors_all_hang_in_their_first_step_gives_up() -> None:
+    director = resuming(make_job(pipeline=2, data=2), 3)
+    director.now += TIMEOUTS.resume_timeout_s
+    commands = director.send(Tick())
+    assert all(TellAgent(node=0, message=KillWorker(worker=worker)) in commands for worker in (0, 1, 2))
+    assert stop_code(director) == ExitCode.GAVE_UP
+    assert "--resume-timeout-s=5" in director.state.sentence
+
+
+def test_a_recovery_that_ended_has_no_deadline_any_more() -> None:
+    director = resuming(make_job(pipeline=2, data=2), 3)
+    director.recover(1, [0, 1, 2])
+    director.now += 100 * TIMEOUTS.resume_timeout_s
+    assert director.send(Tick()) == []
+
+
+# ---------------------------------------------------------------- errors that are no accident
+
+NAN = "RuntimeError: Rank {}, node n, device 0, iteration 6: Unexpected result nan"
+
+
+def crashed(worker: int, step: int = 5, error: str = "ValueError: bad sample") -> Crashed:
+    return Crashed(worker=worker, step=step, error=error)
+
+
+def test_a_worker_that_crashes_is_lost_with_its_error(running: Director) -> None:
+    assert running.send(crashed(3, error="ValueError: bad sample\nsecond line")) == []
+    [(_, quiesce)] = told(running.send(exited(3, 1)), Quiesce)
+    assert quiesce.lost[0].detail == "exited with status 1, failed with: ValueError: bad sample"
+
+
+def test_an_error_that_is_read_after_the_loss_is_added_to_it(running: Director) -> None:
+    running.send(PeerUnreachable(worker=1, epoch=0, peer=3, detail="reset"), crashed(3))
+    assert running.state.outage.losses[0].detail == (
+        "link from worker 1 broke: reset, failed with: ValueError: bad sample"
+    )
+
+
+@pytest.mark.parametrize("errors", [("ValueError: bad sample",) * 2, (NAN.format(1), NAN.format(3))])
+@pytest.mark.parametrize("recovered", [False, True])
+def test_a_second_worker_that_crashes_alike_ends_the_job(errors: tuple[str, str], recovered: bool) -> None:
+    director = Director(make_job(pipeline=1, data=4)).start()
+    old = plan_of(director)
+    director.send(crashed(3, error=errors[0]))
+    if recovered:
+        director.send(exited(3, 1))
+        director.settle(1, [0, 1, 2], old)
+        director.recover(1, [0, 1, 2])
+    director.send(crashed(1, error=errors[1]))
+    assert stop_code(director) == ExitCode.CRASHED
+    assert director.state.sentence == (
+        f"workers 3 and 1 failed in step 5 with the same error, which the others would run into too ({errors[1]}): "
+        f"mend its cause, then restart from the newest checkpoint"
+    )
+
+
+@pytest.mark.parametrize("other", [crashed(1, step=6), crashed(1, error="OSError: no space"), crashed(3)])
+def test_crashes_that_differ_are_losses(running: Director, other: Crashed) -> None:
+    running.send(crashed(3), other)
+    assert isinstance(running.state, Running)
+
+
+def test_a_crash_after_somebody_finished_ends_no_job(running: Director) -> None:
+    running.send(Finished(worker=0), crashed(1), crashed(2))
+    assert isinstance(running.state, Running)
+
+
+def test_a_crash_before_the_start_is_named(job: JobSpec) -> None:
+    director = Director(job)
+    director.send(make_hello(0, job), crashed(0, step=0), exited(0, 1))
+    assert stop_code(director) == ExitCode.NOT_STARTED
+    assert "failed with: ValueError: bad sample" in director.state.sentence
+
+
+def test_a_long_error_is_shortened(running: Director) -> None:
+    running.send(crashed(3, error="x" * 10_000), exited(3, 1))
+    assert len(running.state.roster.lost[3].detail) < 400
+
+
 def test_losing_a_whole_stage_gives_up(running: Director) -> None:
     running.send(exited(2, -9))
     running.send(exited(3, -9))
@@ -354,10 +485,14 @@ def test_layouts_older_than_the_last_recovery_are_left_out(running: Director) ->
     assert recover.settlement.base_epoch == 1
 
 
-def test_a_failure_that_nobody_can_mend_ends_the_job_with_its_code(running: Director) -> None:
-    running.send(Failed(worker=2, exit_code=ExitCode.STATE_INVALID, sentence="shards differ"))
-    assert stop_code(running) == ExitCode.STATE_INVALID
+@pytest.mark.parametrize("code", [ExitCode.STATE_INVALID, 16, 17])
+def test_a_failure_that_nobody_can_mend_ends_the_job_with_its_code(running: Director, code: int) -> None:
+    """16 and 17 are Megatron's own: it ends the run to be started again, or because of a wrong result."""
+    commands = running.send(Failed(worker=2, exit_code=code, sentence="shards differ"))
+    assert [command.message.exit_code for command in commands if isinstance(command, TellAgent)] == [code]
     assert running.state.sentence == "worker 2: shards differ"
+    end = end_of(running.send(*(exited(worker, code) for worker in range(4))))
+    assert end is not None and end.exit_code == code
 
 
 def test_messages_of_lost_workers_change_nothing(running: Director) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megatron_elas.control.commands import EndJob, Tell
 from megatron_elas.control.events import Event, Tick, WorkerSilent
 from megatron_elas.control.messages import (
+    Crashed,
     Finished,
     PeerUnreachable,
     Quiesce,
@@ -59,6 +60,7 @@ events: st.SearchStrategy[Event] = st.one_of(
         workers,
     ),
     st.builds(lambda worker: Finished(worker=worker), workers),
+    st.builds(lambda worker, step: Crashed(worker=worker, step=step, error="x"), workers, st.integers(4, 6)),
     st.just(Tick()),
 )
 

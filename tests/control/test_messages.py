@@ -33,6 +33,7 @@ EXAMPLES: list[Message] = [
     messages.Recovered(report=RecoveryReport(worker=1, epoch=2, resume_step=3, marks_s={"settle": 1.0})),
     messages.FaultFired(worker=1, fault="x", at_s=1.0),
     messages.Failed(worker=1, exit_code=4, sentence="x"),
+    messages.Crashed(worker=1, step=3, error="x"),
     messages.Finished(worker=1),
     messages.Start(plan=PLAN, addresses={0: "a", 7: "b"}),
     messages.Quiesce(epoch=1, lost=(LOSS,)),

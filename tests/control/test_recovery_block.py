@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_elas.control.recovery_block import find_slowest, format_block, phases_ms
+from megatron_elas.control.recovery_block import facts_of, find_slowest, format_block, phases_ms
 from megatron_elas.control.states import Outage
 from megatron_elas.planner.plan import initial_plan, replan
 from megatron_elas.spec.events import LossReason, WorkerLost
@@ -98,3 +100,30 @@ def test_the_block_says_who_why_where_and_what_now() -> None:
     header, numbers = text.splitlines()[-3:-1]
     assert header.split()[1:] == [*PHASES, "total"]
     assert numbers.split("(")[0].split() == ["2.0", "2.0", "5.0", "3.0", "0.5", "10.0", "0.5", "2.0", "60.0", "85.0"]
+
+
+def test_the_facts_for_programs_are_those_of_the_block() -> None:
+    job = make_job(pipeline=1, data=2, tensor=2)
+    old = initial_plan(job, DOMAINS)
+    new = replan(job, old, [3], 1, DOMAINS)
+    outage = Outage(began_in=new.placement, plans={1: new}, losses=(replace(make_loss(), worker=2), make_loss()))
+    assert facts_of(outage, new, make_report()) == {
+        "lost": [
+            {
+                "worker": worker,
+                "stage": None,
+                "cell": None,
+                "lane": None,
+                "reason": "exited",
+                "detail": "killed by SIGKILL",
+            }
+            for worker in (2, 3)
+        ],
+        "before": "stage 0: [0,1] | spare: 2",
+        "after": "stage 0: [0,1] | spare: 2",
+        "resume_step": 5,
+        "survivors": [0, 1, 2],
+    }
+    outage = Outage(began_in=OLD.placement, plans={0: OLD}, losses=(make_loss(),))
+    [loss] = facts_of(outage, NEW, make_report())["lost"]
+    assert (loss["stage"], loss["cell"], loss["lane"]) == (1, 1, 0)

@@ -35,6 +35,7 @@ from megatron_elas.control.messages import (
     decode_to_worker,
     encode,
 )
+from megatron_elas.control.port import LinkPort
 from megatron_elas.control.states import Gathering, Running
 from megatron_elas.control.wire import make_headers
 from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged, ExitCode
@@ -152,6 +153,31 @@ def test_a_wait_may_have_no_limit() -> None:
     with serving(4) as served, joined(served, JOB) as members:
         threading.Timer(0.05, served.apply, [exited(3)]).start()
         assert members[0].link.wait_quiesce(0, math.inf).epoch == 1
+
+
+@pytest.mark.parametrize("culprit", ["quiesce", "inject"])
+def test_a_reader_that_fails_says_so_and_ends_waits(culprit: str, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(what: object) -> None:
+        raise KeyError(f"a bug in {culprit}")
+
+    with serving(4) as served, joined(served, JOB) as members:
+        setattr(members[0].link, f"_on_{culprit}", fail)
+        if culprit == "quiesce":
+            served.apply(exited(3))
+        else:
+            assert ask(served, InjectRequest(fault="kill:worker=0@step=7,phase=forward")).ok
+        with pytest.raises(ElasticError, match=f"acting on its message failed with KeyError: 'a bug in {culprit}'"):
+            members[0].link.wait_recover(1, WAIT_S)
+    assert "Traceback" in caplog.text and "worker 0: acting on a message of the controller failed" in caplog.text
+
+
+def test_a_crash_is_said_before_the_worker_ends() -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        LinkPort(3, members[3].link, WAIT_S).crashed(7, "ValueError: bad sample")
+        served.apply(exited(3, 1))
+        members[3].link.close()
+        [loss] = members[0].link.wait_quiesce(0, WAIT_S).lost
+        assert loss.detail == "exited with status 1, failed with: ValueError: bad sample"
 
 
 def test_training_goes_on_without_the_controller_until_it_is_needed() -> None:

@@ -1,6 +1,7 @@
 """An elastic worker without torch: steps, and the control plane's protocol around them.
 
-Usage: toy_elastic_worker.py STAGES ROWS LOSSES [FAULT]. Ends when as many workers were lost as LOSSES says.
+Usage: toy_elastic_worker.py STAGES ROWS LOSSES [FAULT]. Ends when as many workers were lost as LOSSES says. With
+TOY_NEVER_RECOVERS in the environment it hangs in its first step after a recovery.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 
 from megatron_elas.control.environment import WorkerEnvironment
 from megatron_elas.control.link import ControlLink
-from megatron_elas.control.messages import FaultFired, Finished, Hello, Recovered, Settled
+from megatron_elas.control.messages import Crashed, FaultFired, Finished, Hello, Recovered, Settled
 from megatron_elas.spec.errors import EpochChanged
 from megatron_elas.spec.faults import FaultPhase, parse_fault
 from megatron_elas.spec.job import JobSpec
@@ -63,6 +64,8 @@ class Toy:
             self.injector.at(self.step, FaultPhase.BETWEEN)
             if self.quiesced.wait(STEP_S):
                 report = self.recover()
+            elif report is not None and "TOY_NEVER_RECOVERS" in os.environ:
+                threading.Event().wait()
             elif report is not None:
                 report.marks_s["first_step"] = time.time()
                 self.link.send(Recovered(report=report))
@@ -116,6 +119,10 @@ toy = Toy(
     ),
     sys.argv[4:],
 )
-toy.train(losses)
+try:
+    toy.train(losses)
+except Exception as error:
+    toy.link.send(Crashed(worker=toy.worker, step=toy.step, error=f"{type(error).__name__}: {error}"))
+    raise
 toy.link.send(Finished(worker=toy.worker))
 toy.link.close()
