@@ -22,8 +22,9 @@ class Communicator:
 
     * ``tolerant``: a collective that fails because the epoch ended completes locally instead; the first error is kept
       in ``pending_error``, and from then on everything behaves as muted until ``clear_pending``.
-    * ``muted``: every collective completes locally. Reductions give the own value, gathers the own value in every
-      slot; sends and receives are refused with ``EpochChanged``.
+    * ``muted``: every collective completes locally. Reductions give the own value, gathers into a list the own value
+      in every slot, gathers into one tensor write their own slot only; sends and receives are refused with
+      ``EpochChanged``.
     """
 
     def __init__(self, transport: Transport, world: Sequence[int]) -> None:
@@ -162,6 +163,32 @@ class Communicator:
         self._world = tuple(world)
         if default in self.groups:
             torch._C._distributed_c10d._set_global_rank(dense[self._transport.worker])
+
+    # ------------------------------------------------------------------ over everybody
+
+    def barrier(self) -> None:
+        """Return when all seated workers have called it. A collective of the first group, as the next one."""
+        self._everybody.barrier().wait()
+
+    def all_gather_rows(self, row: Sequence[int]) -> list[list[int]]:
+        """Bring everybody's row (64-bit integers, equally many on all workers) to everybody.
+
+        Returns:
+            A row per seated worker, in the order of the first group's members.
+        """
+        group = self._everybody
+        mine = torch.tensor(row, dtype=torch.int64)
+        rows = torch.empty((group.size(), len(row)), dtype=torch.int64)
+        group.allgather([list(rows.unbind(0))], [mine]).wait()
+        gathered: list[list[int]] = rows.tolist()
+        return gathered
+
+    @property
+    def _everybody(self) -> ElasticProcessGroup:
+        """The first group that was made: torch's default one, where there is one."""
+        group = next(iter(self._groups.values()), None)
+        assert group is not None, "no group was made yet"
+        return group
 
     # ------------------------------------------------------------------ between steps
 

@@ -253,7 +253,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
         alone: Alone,
         result: Any,
         opts: Any,
-        in_place: Sequence[Tensor] = (),
+        keep: Sequence[Tensor] = (),
     ) -> Work:
         """Run a collective now or on the group's thread.
 
@@ -263,9 +263,9 @@ class ElasticProcessGroup(dist.ProcessGroup):
             alone: Completes it without the others.
             result: For the future.
             opts: torch's options, or None.
-            in_place: Tensors that ``body`` reads and overwrites.
+            keep: Tensors that ``alone`` must find as they were before ``body`` wrote to them.
         """
-        perform = partial(self._perform, kind, body, alone, in_place, self._transport.epoch)
+        perform = partial(self._perform, kind, body, alone, keep, self._transport.epoch)
         work: ElasticWork
         if getattr(opts, "asyncOp", False):
             work = self._runner.submit(perform, result)
@@ -279,12 +279,12 @@ class ElasticProcessGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    def _perform(self, kind: str, body: Body, alone: Alone, in_place: Sequence[Tensor], epoch: int) -> None:
+    def _perform(self, kind: str, body: Body, alone: Alone, keep: Sequence[Tensor], epoch: int) -> None:
         owner = self._owner
         if owner.silent:
             alone()
             return
-        saved = [tensor.detach().clone() for tensor in in_place] if owner.tolerant else ()
+        saved = [tensor.detach().clone() for tensor in keep] if owner.tolerant else ()
         try:
             self._begin(_KINDS[kind], epoch)
             if len(self._members) == 1:
@@ -296,7 +296,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
             if not owner.tolerant or not isinstance(error, EpochChanged):
                 raise
             owner.note_failure(error)
-            for tensor, before in zip(in_place, saved, strict=True):
+            for tensor, before in zip(keep, saved, strict=True):
                 tensor.detach().copy_(before)
             alone()
 
@@ -382,14 +382,10 @@ class ElasticProcessGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------ moving
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
-        """Bring member i's ``inputs[k]`` to everybody's ``outputs[k][i]``."""
+        """Bring member i's ``inputs[k]`` to everybody's ``outputs[k][i]``.
 
-        def body(team: Team) -> None:
-            for slots, tensor in zip(outputs, inputs, strict=True):
-                flats = [flatten(slot) for slot in slots]
-                collectives.all_gather(team, flats, flatten(tensor))
-                for flat, slot in zip(flats, slots, strict=True):
-                    write_back(flat, slot)
+        Completed locally, every slot gets the own tensor: torch's object gathers unpickle what is in them.
+        """
 
         def alone() -> None:
             for slots, tensor in zip(outputs, inputs, strict=True):
@@ -401,7 +397,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
         for slots in outputs:
             if len(slots) != self.size():
                 raise ValueError(f"all_gather in {self} needs {self.size()} outputs, got {len(slots)}")
-        return self._submit("all_gather", body, alone, outputs, opts)
+        return self._submit("all_gather", _gathering(outputs, inputs), alone, outputs, opts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         """Bring member i's ``inputs[k]`` to everybody's ``outputs[i][k]``."""
@@ -415,9 +411,17 @@ class ElasticProcessGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        """``all_gather_single`` of several tensors."""
+        """``all_gather_single`` of several tensors.
+
+        Completed locally, the others' slots stay as they were: they may hold other replicas' parameters.
+        """
         slots = [_shares(whole, share, self.size()) for whole, share in zip(outputs, inputs, strict=True)]
-        return self.allgather(slots, inputs, opts)
+
+        def alone() -> None:
+            for own_slots, tensor in zip(slots, inputs, strict=True):
+                own_slots[self._me].copy_(tensor.detach())
+
+        return self._submit("all_gather", _gathering(slots, inputs), alone, outputs, opts, outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -557,6 +561,19 @@ class ElasticProcessGroup(dist.ProcessGroup):
 
 def _nothing() -> None:
     """A collective over one member in place."""
+
+
+def _gathering(outputs: list[list[Tensor]], inputs: list[Tensor]) -> Body:
+    """Bring member i's ``inputs[k]`` to everybody's ``outputs[k][i]``."""
+
+    def body(team: Team) -> None:
+        for slots, tensor in zip(outputs, inputs, strict=True):
+            flats = [flatten(slot) for slot in slots]
+            collectives.all_gather(team, flats, flatten(tensor))
+            for flat, slot in zip(flats, slots, strict=True):
+                write_back(flat, slot)
+
+    return body
 
 
 def _reduce_op(opts: Any) -> ReduceOp:

@@ -48,11 +48,6 @@ class Listener:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    @property
-    def stop_fd(self) -> int:
-        """Readable from ``close`` on."""
-        return self._stop
-
     def close(self) -> None:
         """End the thread, close the listener and unfinished connections, remove the socket file."""
         if self._closed:

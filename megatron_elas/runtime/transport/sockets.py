@@ -1,8 +1,8 @@
 """The transport in pure Python over non-blocking stream sockets; ``frame`` has the wire format.
 
 Who dials: of two workers the one with the higher id dials the link. The lower one knocks (connects, says for which
-channel, hangs up) and the higher one's listener thread dials back, so neither waits for the other's main thread and
-two links for one channel cannot arise.
+channel, hangs up) and the higher one dials back on a thread made for it, so neither waits for the other's main thread
+and two links for one channel cannot arise. ``cancel`` does not stop that thread: the peer may be in the next epoch.
 
 Ending: ``cancel`` makes ``_wake`` readable, on which every wait polls. The first operation that fails in an epoch
 poisons the transport: no later one may send frames, or peers would read them as answers to another operation.
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from megatron_elas.runtime.transport.base import Part, ProtocolError
 from megatron_elas.runtime.transport.dial import DialStopped, dial
+from megatron_elas.runtime.transport.dial_backs import DialBacks
 from megatron_elas.runtime.transport.frame import Hello, HelloKind, pack_hello, token_digest
 from megatron_elas.runtime.transport.link import BLOCKED, DONE, Link
 from megatron_elas.runtime.transport.listener import Listener
@@ -83,9 +84,11 @@ class SocketTransport:
         """Guards the five above and tells of new links, addresses and cancels."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._posts = PostSender(f"elastic-posts-{worker}", self._poison)
+        self._dial_backs = DialBacks(f"elastic-dial-back-{worker}", self._answer_knock)
         try:
             self._listener = Listener(listen, self._digest, self._welcome, f"elastic-accept-{worker}")
         except BaseException:
+            self._dial_backs.close()
             self._posts.close()
             os.close(self._wake)
             raise
@@ -122,7 +125,7 @@ class SocketTransport:
             self._knocks.difference_update(knocks)
             self._changed.notify_all()
         for peer, channel in knocks:
-            self._answer_knock(peer, channel)
+            self._dial_backs.ask(peer, channel)
 
     # ------------------------------------------------------------------ operations
 
@@ -283,6 +286,7 @@ class SocketTransport:
         with self._changed:
             self._closed = True
         self._listener.close()
+        self._dial_backs.close()
         self._posts.close()
         with self._changed:
             for link in self._links.values():
@@ -359,7 +363,11 @@ class SocketTransport:
             with self._changed:
                 self._dialling.discard(key)
                 if sock is not None:
-                    link = self._links[key] = Link(peer, channel, sock, self._epoch)
+                    link = Link(peer, channel, sock, self._epoch)
+                    if peer in self._lost:  # only a dial back can be overtaken by an epoch
+                        link.close(f"worker {peer} left before epoch {self._epoch}")
+                    else:
+                        self._links[key] = link
                 self._changed.notify_all()
         return link
 
@@ -373,7 +381,7 @@ class SocketTransport:
                 if not known and peer not in self._lost:
                     self._knocks.add((peer, channel))  # it learnt of us before we of it
             if known:
-                self._answer_knock(peer, channel)
+                self._dial_backs.ask(peer, channel)
             return
         with self._changed:
             if self._closed or peer in self._lost or peer <= self._worker:
@@ -386,11 +394,12 @@ class SocketTransport:
             self._changed.notify_all()
 
     def _answer_knock(self, peer: int, channel: int) -> None:
+        """Dial the peer back. Runs on a thread of its own."""
         key = (peer, channel)
         with self._changed:
-            if peer in self._lost or peer >= self._worker:
+            address = self._addresses.get(peer)
+            if address is None or peer in self._lost or peer >= self._worker:
                 return
-            address = self._addresses[peer]
             link = self._links.get(key)
             if link is not None:
                 if not link.hung_up():
@@ -398,4 +407,4 @@ class SocketTransport:
                 link.close("closed by the peer")
                 del self._links[key]
         with contextlib.suppress(DialStopped, OSError):  # the peer is gone, and waits for us no more
-            self._dial(key, address, self._listener.stop_fd)
+            self._dial(key, address, self._dial_backs.stop_fd)

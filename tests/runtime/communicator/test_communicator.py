@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -11,12 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_elas.runtime.communicator.buffers import as_bytes
 from megatron_elas.runtime.communicator.channels import FIRST_FREE, POINT_TO_POINT, channel_of
 from megatron_elas.runtime.communicator.communicator import Communicator
+from megatron_elas.runtime.communicator.process_group import _KINDS
+from megatron_elas.runtime.transport.base import Part
 from megatron_elas.runtime.transport.sockets import SocketTransport
 from megatron_elas.spec.errors import EpochChanged
 from tests.runtime.communicator.test_epochs import check_sum, joined, make_barrier
-from tests.runtime.workers import KILLED, run_workers
+from tests.runtime.workers import KILLED, introduce, run_workers, wait_until
 
 
 def test_channels_follow_from_names() -> None:
@@ -70,6 +74,12 @@ def test_a_world_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- quiet modes
 
 
+def own_slot_only(own: list[float], before: float, size: int) -> list[float]:
+    """What a gather into one tensor leaves there when it is completed locally."""
+    rank = dist.get_rank()
+    return [before] * (len(own) * rank) + own + [before] * (len(own) * (size - 1 - rank))
+
+
 def local_results(size: int) -> None:
     """Every collective of a silent group of ``size`` gives what one member alone can know."""
     tensor = torch.arange(4.0)
@@ -81,9 +91,13 @@ def local_results(size: int) -> None:
     slots = [torch.zeros(4) for _ in range(size)]
     dist.all_gather(slots, tensor)
     assert all(slot.tolist() == [0, 1, 2, 3] for slot in slots)
-    whole = torch.zeros(4 * size)
+    whole = torch.full((4 * size,), 7.0)
     dist.all_gather_into_tensor(whole, tensor)
-    assert whole.tolist() == [0, 1, 2, 3] * size
+    assert whole.tolist() == own_slot_only([0, 1, 2, 3], 7, size), "the others' slots may hold their parameters"
+    wholes = [torch.full((4 * size,), 7.0) for _ in range(2)]
+    group = dist.GroupMember.WORLD
+    group.all_gather_single_coalesced(wholes, [tensor, tensor + 1]).wait()
+    assert [one.tolist() for one in wholes] == [own_slot_only([at, 1 + at, 2 + at, 3 + at], 7, size) for at in (0, 1)]
     share = torch.zeros(2)
     dist.reduce_scatter_tensor(share, torch.arange(2.0 * size))
     assert share.tolist() == [2 * dist.get_rank(), 2 * dist.get_rank() + 1]
@@ -189,6 +203,89 @@ def test_a_reduction_cut_half_way_gives_back_the_own_value_when_tolerated(tmp_pa
     assert all(run_workers(2, body))
 
 
+@pytest.mark.process
+def test_a_gather_into_one_tensor_cut_half_way_leaves_the_others_slots_as_they_were(tmp_path: Path) -> None:
+    """The peer stops after some of its shard has arrived; kept parameters must not become a mixture."""
+    ready = make_barrier(2)
+    length = 3_000_000
+
+    def body(own: int) -> bool:
+        with joined(own, 2, tmp_path) as (transport, communicator):
+            check_sum(None, [0, 1], own)
+            whole = torch.full((2 * length,), 7.0)
+            share = whole[own * length : (own + 1) * length]  # in place, as Megatron gathers parameters
+            share.fill_(own)
+            if own == 1:
+                group = communicator.groups[0]
+                group._begin(_KINDS["all_gather"], transport.epoch)
+                (link,) = transport._links.values()
+                sent_before = link._sent
+                transport.post(group.channel, group._tag, Part(0, as_bytes(share)))
+                wait_until(lambda: link._sent >= sent_before + 3)  # more than fits into the socket
+                transport.close()
+                ready.wait()
+                return True
+            communicator.tolerant = True
+            dist.all_gather_into_tensor(whole, share)
+            assert "worker 1" in str(communicator.pending_error)
+            assert torch.equal(whole[:length], torch.full((length,), 0.0))
+            assert torch.equal(whole[length:], torch.full((length,), 7.0))
+            ready.wait()
+        return True
+
+    assert all(run_workers(2, body))
+
+
+# ---------------------------------------------------------------- over everybody
+
+
+@pytest.mark.process
+def test_rows_and_barriers_go_over_the_first_group_without_torchs_default_one(tmp_path: Path) -> None:
+    ready = make_barrier(3)
+    arrived = multiprocessing.get_context("fork").Value("i", 0)
+
+    def body(own: int) -> bool:
+        transport = introduce(own, 3, tmp_path)
+        communicator = Communicator(transport, range(3))
+        group = communicator.open_group("everybody", [2, 0, 1])
+        communicator.open_group("another", [own])
+        rows = communicator.all_gather_rows((own, -own, (1 << 62) + own))
+        assert rows == [[worker, -worker, (1 << 62) + worker] for worker in (2, 0, 1)]
+        for turn in range(1, 4):
+            with arrived.get_lock():
+                arrived.value += 1
+            communicator.barrier()
+            assert arrived.value >= 3 * turn
+            communicator.barrier()
+        communicator.muted = True
+        communicator.barrier()
+        assert communicator.all_gather_rows([own]) == [[own]] * 3
+        communicator.muted = False
+        ready.wait()
+        transport.cancel()
+        with pytest.raises(EpochChanged):
+            communicator.barrier()
+        with pytest.raises(EpochChanged):
+            communicator.all_gather_rows([own])
+        communicator.tolerant = True
+        assert communicator.all_gather_rows([own]) == [[own]] * 3
+        assert communicator.pending_error is not None
+        communicator.clear_pending()
+        communicator.tolerant = False
+        ready.wait()
+        if own == 1:
+            transport.close()
+            return True
+        group.edit([2, 0])
+        transport.adopt(1, lost=[1])
+        assert communicator.all_gather_rows([own]) == [[2], [0]]
+        communicator.close()
+        transport.close()
+        return True
+
+    assert all(run_workers(3, body))
+
+
 # ---------------------------------------------------------------- Megatron
 
 
@@ -204,6 +301,7 @@ def test_megatron_builds_all_its_groups_over_it(tmp_path: Path) -> None:
             parallel_state.initialize_model_parallel(1, 2, create_gloo_process_groups=False)
             print(f"{len(communicator.groups)} groups in {(time.perf_counter() - started) * 1e3:.1f} ms")
             assert not transport._links
+            ready.wait()  # before it the first to be done would link up with the others
             data = parallel_state.get_data_parallel_group()
             pipeline = parallel_state.get_pipeline_model_parallel_group()
             model = parallel_state.get_model_parallel_group()

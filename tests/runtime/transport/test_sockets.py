@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 
 from megatron_elas.runtime.transport.base import Part, ProtocolError, Transport
-from megatron_elas.runtime.transport.frame import HEADER, HELLO_BYTES, MAGIC, MAX_PAYLOAD
+from megatron_elas.runtime.transport.frame import (
+    HEADER,
+    HELLO_BYTES,
+    MAGIC,
+    MAX_PAYLOAD,
+    Hello,
+    HelloKind,
+    pack_hello,
+    token_digest,
+)
 from megatron_elas.runtime.transport.sockets import SocketTransport
 from megatron_elas.spec.errors import EpochChanged, PeerLost
 from tests.runtime.workers import KILLED, introduce, run_workers, wait_until
@@ -190,6 +199,82 @@ def test_a_knock_that_comes_before_the_addresses_is_answered_later(tmp_path: Pat
         got = room(10)
         high.exchange(CHANNEL, 0, [], [Part(0, got)])
         assert got == data(10)
+
+
+@contextlib.contextmanager
+def unanswering(path: Path) -> Iterator[str]:
+    """An address where dialling neither succeeds nor fails, as a host without power: a listener with a full backlog."""
+    with contextlib.ExitStack() as stack:
+        deaf = stack.enter_context(socket.socket(socket.AF_UNIX))
+        deaf.bind(str(path))
+        deaf.listen(0)
+        while True:
+            waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+            waiting.setblocking(False)
+            if waiting.connect_ex(str(path)) != 0:
+                break
+        yield f"unix:{path}"
+
+
+def knock(transport: SocketTransport, peer: int, channel: int) -> None:
+    """As worker ``peer`` does just before its host loses its power."""
+    with connect(transport) as sock:
+        sock.sendall(pack_hello(Hello(HelloKind.KNOCK, peer, channel), token_digest("secret")))
+        assert is_refused(sock)  # it was read
+
+
+def dial_back_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("elastic-dial-back")]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_peer_that_knocks_and_then_never_answers_stops_nobody(tmp_path: Path, early: bool) -> None:
+    with contextlib.ExitStack() as stack:
+        deaf = stack.enter_context(unanswering(tmp_path / "deaf"))
+        low, high = (
+            stack.enter_context(contextlib.closing(SocketTransport(worker, f"unix:{tmp_path}/{worker}", "secret")))
+            for worker in (1, 2)
+        )
+        addresses = {0: deaf, 1: low.address, 2: high.address}
+        fds = len(os.listdir("/proc/self/fd"))
+        low.set_addresses(addresses)
+        if early:
+            knock(high, 0, CHANNEL)
+            wait_until(lambda: bool(high._knocks))
+        high.set_addresses(addresses)
+        if not early:
+            knock(high, 0, CHANNEL)
+        wait_until(lambda: (0, CHANNEL) in high._dialling)
+        for _ in range(20):
+            knock(high, 0, CHANNEL)
+        assert len(dial_back_threads()) == 1
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) == fds + 1)  # the one that dials
+        for epoch, channel in enumerate((CHANNEL, CHANNEL + 1)):
+            low.post(channel, 0, Part(2, data(10)))
+            got = room(10)
+            high.exchange(channel, 0, [], [Part(1, got)])
+            assert got == data(10)
+            next_epoch([low, high], epoch + 1)
+        assert len(dial_back_threads()) == 1, "an epoch does not end it: the peer may be in the next one"
+    assert not dial_back_threads()
+
+
+def test_a_dial_back_that_an_epoch_overtakes_leaves_no_link_to_a_lost_peer(tmp_path: Path) -> None:
+    with (
+        unanswering(tmp_path / "deaf") as deaf,
+        contextlib.closing(SocketTransport(2, f"unix:{tmp_path}/2", "secret")) as transport,
+    ):
+        transport.set_addresses({0: deaf})
+        knock(transport, 0, CHANNEL)
+        wait_until(lambda: (0, CHANNEL) in transport._dialling)
+        transport.cancel()
+        transport.adopt(1, lost=[0])
+        os.unlink(tmp_path / "deaf")
+        with socket.socket(socket.AF_UNIX) as late:
+            late.bind(str(tmp_path / "deaf"))
+            late.listen(1)
+            wait_until(lambda: not dial_back_threads())
+        assert not transport._links
 
 
 # ---------------------------------------------------------------- epochs
