@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import os
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from megatron_elas.control.environment import WorkerEnvironment
 from megatron_elas.control.link import ControlLink
 from megatron_elas.control.messages import FaultFired, Hello, Quiesce
 from megatron_elas.control.port import LinkPort
-from megatron_elas.host.attachment import Attachment, detach
+from megatron_elas.host.attachment import detach
 from megatron_elas.host.checkpoints import use_exchangeable_checkpoints
 from megatron_elas.host.join import join_megatron
 from megatron_elas.host.requirements import check_elastic_arguments, describe_job
@@ -23,16 +25,14 @@ from megatron_elas.platform.detect import detect
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.session import Session
 from megatron_elas.runtime.transport.sockets import SocketTransport
-from megatron_elas.spec.errors import ElasticError, EpochChanged, ExitCode, NotStarted
+from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged, ExitCode, NotStarted
 from megatron_elas.spec.faults import Fault, FaultPhase, check_faults, parse_fault
 from megatron_elas.testing.faults import FaultInjector
 
 logger = logging.getLogger(__name__)
 
-JOIN_PATIENCE_S = 3600.0
-"""The controller's own join timeout ends the job earlier, with a reason."""
-PATIENCE_S = 600.0
-"""For an answer during a recovery; the controller's settle timeout fires earlier."""
+WITHOUT_LIMIT_S = math.inf
+"""The controller has the limits (config.ControlTimeouts) and ends the job with a reason. When it is gone, waits end."""
 
 
 class Worker:
@@ -51,6 +51,8 @@ class Worker:
         faults = [parse_fault(text) for text in args.elastic_inject or ()]
         check_faults(faults, self.job.world_size)
         self._session: Session | None = None
+        self._ready = threading.Event()
+        """Set when the link's thread may use this object."""
         self._faults = FaultInjector(faults, environment.worker, self._announce)
         self._transport = SocketTransport(environment.worker, self._listen_address(), environment.token)
         self._link = ControlLink(
@@ -68,15 +70,25 @@ class Worker:
             self._cancel,
             self._inject,
         )
-        self._port = LinkPort(environment.worker, self._link, PATIENCE_S)
-        start = self._link.wait_start(JOIN_PATIENCE_S)
+        self._port = LinkPort(environment.worker, self._link, WITHOUT_LIMIT_S)
+        self._ready.set()
+        if environment.worker == 0 and self.job.data_parallel == 1:
+            print(
+                "megatron_elas: with one data-parallel row every stage has one cell, so the loss of any worker ends "
+                "the job: add rows (more workers, or smaller tensor and pipeline sizes) to survive losses",
+                flush=True,
+            )
+        start = self._link.wait_start(WITHOUT_LIMIT_S)
         self._transport.set_addresses(start.addresses)
         communicator = Communicator(self._transport, range(self.job.world_size))
         self._session = Session(environment.worker, start.plan, self._transport, communicator, self._port, self._strike)
-        self.attachment: Attachment
-        self.attachment, self.pretrain_arguments = join_megatron(
-            args, self.job, start.plan, self._transport, communicator, self._session, self._strike
-        )
+        try:
+            self.attachment, self.pretrain_arguments = join_megatron(
+                args, self.job, start.plan, self._transport, communicator, self._session, self._strike
+            )
+        except ElasticError as error:
+            self._port.failed(int(error.exit_code), str(error))
+            raise
         if args.elastic_sample_log is not None:
             self.attachment.sample_log = SampleLog(args.elastic_sample_log, environment.worker)
 
@@ -84,11 +96,18 @@ class Worker:
         """Leave after the end of training."""
         assert self._session is not None
         self._session.finish()
+        for fault in self._faults.pending:
+            logger.warning("fault %s never struck: training did not come to that place", fault)
         self._close()
 
-    def fail(self, error: ElasticError) -> None:
-        """Leave because of an error; the controller ends the job."""
-        self._port.failed(int(error.exit_code), str(error))
+    def fail(self, exit_code: int, sentence: str) -> None:
+        """Leave, and have the controller end the job with this code."""
+        self._port.failed(exit_code, sentence)
+        self._close()
+
+    def crash(self, error: Exception) -> None:
+        """Leave because of an error that may be this worker's alone; the others may go on."""
+        self._port.crashed(self.attachment.next_step, f"{type(error).__name__}: {error}")
         self._close()
 
     def _close(self) -> None:
@@ -107,6 +126,7 @@ class Worker:
     def _cancel(self, quiesce: Quiesce) -> None:
         """An epoch has ended. Runs on the link's thread."""
         self._transport.cancel()
+        self._ready.wait()
         if not self.started:
             who = ", ".join(f"worker {loss.worker} ({loss.detail})" for loss in quiesce.lost)
             self._port.failed(ExitCode.NOT_STARTED, _too_early(who))
@@ -136,7 +156,13 @@ def _own_address(controller: str, first_node: str) -> str:
     """
     host, _, port = controller.removeprefix("ws://").rpartition(":")
     if ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
-        return socket.gethostbyname(first_node)
+        address = socket.gethostbyname(first_node)
+        if ipaddress.ip_address(address).is_loopback and first_node not in ("localhost", address):
+            raise BadUsage(
+                f"the first node is called {first_node}, which is {address} on itself, where no other node reaches it: "
+                f"give --rdzv-endpoint an address, or mend /etc/hosts"
+            )
+        return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))
         return str(probe.getsockname()[0])
@@ -173,8 +199,18 @@ def fail(error: Exception) -> ElasticError | None:
     if own is None and not worker.started and _comes_of(error, EpochChanged):
         own = NotStarted(_too_early("a worker"))
     if own is not None:
-        worker.fail(own)
+        worker.fail(int(own.exit_code), str(own))
+    elif not worker.started:
+        worker.fail(int(ExitCode.CRASHED), f"failed before the first step with {type(error).__name__}: {error}")
+    else:
+        worker.crash(error)
     return own
+
+
+def stop(exit_code: int) -> None:
+    """Leave the job because Megatron ended the run itself with this status, which becomes the job's."""
+    if _worker:
+        _worker.pop().fail(exit_code, f"Megatron ended the run with exit code {exit_code}")
 
 
 def _comes_of(error: BaseException | None, kind: type[BaseException]) -> bool:

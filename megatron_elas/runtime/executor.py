@@ -10,11 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
-
 from megatron_elas.runtime.migration import apply_moves
-from megatron_elas.runtime.ports import Control, FaultPoint, Host, Order
+from megatron_elas.runtime.ports import Control, FaultPoint, Groups, Host, Order
 from megatron_elas.runtime.replicator import Replicator
 from megatron_elas.runtime.state import WorkerState
 from megatron_elas.runtime.store import ShardStore
@@ -47,6 +44,7 @@ class Executor:
         host: Host,
         transport: Transport,
         replicator: Replicator,
+        groups: Groups,
         control: Control,
         strike: FaultPoint,
     ) -> None:
@@ -56,6 +54,7 @@ class Executor:
         self._host = host
         self._transport = transport
         self._replicator = replicator
+        self._groups = groups
         self._control = control
         self._strike = strike
         self._known = set(state.plan.placement.workers)
@@ -175,16 +174,11 @@ class Executor:
         """
         seat = plan.placement.seat(self._state.worker)
         digest = self._host.digest()
-        mine = torch.tensor(
-            [
-                seat.stage, seat.lane, version, digest.consumed_samples, digest.parameter_hash,
-                digest.owned_numel, digest.total_numel,
-            ],
-            dtype=torch.int64,
+        row = (
+            seat.stage, seat.lane, version, digest.consumed_samples, digest.parameter_hash, digest.owned_numel,
+            digest.total_numel,
         )  # fmt: skip
-        rows = torch.empty(len(plan.placement.workers) * len(mine), dtype=torch.int64)
-        dist.all_gather_into_tensor(rows, mine)
-        check_digests(plan, rows.view(-1, len(mine)).tolist())
+        check_digests(plan, self._groups.all_gather_rows(row))
 
 
 def _backup(plan: ElasticPlan, owner: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_elas.runtime.channels import MIGRATION
-from megatron_elas.runtime.store import as_bytes
+from megatron_elas.runtime.communicator.buffers import as_bytes
 from megatron_elas.runtime.transport.base import Part, Transport
 from megatron_elas.spec.moves import Move
 from megatron_elas.spec.shards import SLOTS

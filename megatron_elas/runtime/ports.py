@@ -138,6 +138,12 @@ class Groups(Protocol):
     def drain(self) -> None:
         """Wait until no operation is in flight."""
 
+    def barrier(self) -> None:
+        """Wait for all seated workers."""
+
+    def all_gather_rows(self, row: Sequence[int]) -> list[list[int]]:
+        """The row of every seated worker, by ascending worker id."""
+
 
 FaultPoint = Callable[[int, str, int | None], None]
 """Called with (step, phase, micro-batch) at every point where a fault script may strike."""

@@ -7,7 +7,8 @@ import threading
 from dataclasses import dataclass, field
 
 from megatron_elas.runtime.channels import SNAPSHOTS
-from megatron_elas.runtime.store import ShardStore, as_bytes
+from megatron_elas.runtime.communicator.buffers import as_bytes
+from megatron_elas.runtime.store import ShardStore
 from megatron_elas.runtime.transport.base import Part, Transport
 
 
@@ -64,7 +65,11 @@ class Replicator:
         sends = []
         if store.backup is not None:
             sends.append(Part(store.backup, as_bytes(store.own.get(version))))
-        receives = [Part(ward, as_bytes(copies.begin(version))) for ward, copies in store.wards.items()]
+        # A copy that is sent again after a recovery is the same, bit by bit: it stays complete while it comes in.
+        receives = [
+            Part(ward, as_bytes(copies.get(version) if version in copies.held else copies.begin(version)))
+            for ward, copies in store.wards.items()
+        ]
         self._transport.exchange(SNAPSHOTS, version & 0xFFFF, sends, receives)
         for copies in store.wards.values():
             copies.complete(version)

@@ -28,8 +28,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_elas.runtime.executor import Executor, make_store
 from megatron_elas.runtime.ports import Control, FaultPoint, Groups, Host
 from megatron_elas.runtime.replicator import Replicator
@@ -99,7 +97,9 @@ class Session:
         )
         store = make_store(host, self._plan, self.worker)
         self._state.stores[self._plan.epoch] = (self._plan, store)
-        self._executor = Executor(self._state, host, self._transport, self._replicator, self._control, self._strike)
+        self._executor = Executor(
+            self._state, host, self._transport, self._replicator, self._groups, self._control, self._strike
+        )
         logger.info(
             "worker %d: optimizer shard of %d elements, backup on worker %s, copies take %.1f MiB of host memory",
             self.worker, store.layout.numel, store.backup, store.num_bytes / 2**20,
@@ -150,11 +150,14 @@ class Session:
         self._begin_activity()
         while True:
             try:
-                if self._run_until(self._next_step):
-                    self._host.sync_parameters()  # overlapped gathers would come with the next training step
-                if not (done and self._lead > self._activity):  # else others have left its barrier: it counts
-                    done[:] = [body()]
-                    dist.barrier()
+                self._run_until(self._next_step)
+                if done and self._lead > self._activity:  # others have left its barrier: it counts
+                    break
+                # On every worker, or the replicas would not meet: one may just have run a step again, after which
+                # overlapped gathers would only come with the next training step; a muted one may have missed a gather.
+                self._host.sync_parameters()
+                done[:] = [body()]
+                self._groups.barrier()
                 break
             except EpochChanged as error:
                 self._recover(self._next_step, error)
@@ -182,8 +185,8 @@ class Session:
 
     # ------------------------------------------------------------ the step
 
-    def _run_until(self, stop: int) -> bool:
-        """Run steps from the live version up to ``stop``; gives whether there were any.
+    def _run_until(self, stop: int) -> None:
+        """Run steps from the live version up to ``stop``.
 
         Raises:
             EpochChanged: The membership has ended, also when something tolerant noticed it.
@@ -194,11 +197,8 @@ class Session:
             raise EpochChanged(f"a collective between steps was cut short: {pending}") from pending
         if self._transport.cancelled:
             raise EpochChanged("the membership ended between steps")
-        ran = False
         while (live := self._state.live) is not None and live < stop:
             self._transact(live)
-            ran = True
-        return ran
 
     def _transact(self, step: int) -> None:
         state, host, body = self._state, self._host, self._body
@@ -209,8 +209,9 @@ class Session:
             host.read_shard(store.own.begin(step))
             store.own.complete(step)
             self._replicator.start(store, step)
-            if not state.captures:  # no older version to fall back to: be safe before the first forward
+            if not state.captures:  # no older version to fall back to: nobody may begin before all copies are there
                 self._replicator.wait()
+                self._groups.barrier()
         state.captures[step] = host.capture()
         state.captures.pop(step - 2, None)
         self._strike(step, "snapshot", None)
@@ -219,7 +220,7 @@ class Session:
         self._outcome = (step, result)
         self._replicator.wait()
         self._strike(step, "commit", None)
-        dist.barrier()
+        self._groups.barrier()
         state.retire_old_layouts()
         if self._open_report is not None:
             report, self._open_report = self._open_report, None
@@ -236,7 +237,7 @@ class Session:
         idle = False
         while True:
             self._report_peer(error)
-            error.__traceback__ = None  # it holds the frames, and with them the activations, of the cancelled step
+            _release_frames(error)
             try:
                 seated = self._recover_once(step, idle)
             except EpochChanged as newer:
@@ -283,6 +284,13 @@ class Session:
         assert self._state is not None
         while error is not None:
             if isinstance(error, PeerLost):
-                self._control.peer_unreachable(self._state.plan.epoch, error.peer, str(error))
+                self._control.peer_unreachable(self._state.plan.epoch, error.peer, error.detail)
                 return
             error = error.__cause__
+
+
+def _release_frames(error: BaseException | None) -> None:
+    """Let go of the frames of a cancelled step: they hold its activations until the recovery is over."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -81,8 +81,3 @@ class ShardStore:
     def num_bytes(self) -> int:
         """Host memory of all buffers."""
         return sum(versions.num_bytes for versions in (self.own, *self.wards.values()))
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor (a view)."""
-    return memoryview(tensor.numpy()).cast("B")

@@ -137,3 +137,16 @@ def test_a_worker_without_a_seat_gives_what_it_holds(transports: list[SocketTran
         lambda: apply_moves(moves, 2, {2: pattern(2, LAYOUTS[2])}, target, transports[2]),
     )
     assert torch.equal(target[:-1], pattern(2, new[2])[:-1])
+
+
+def test_a_copy_that_is_sent_again_and_cut_stays_held(transports: list[SocketTransport]) -> None:
+    store = ShardStore(layout=LAYOUTS[0], backup=None, wards={2: LAYOUTS[2]})
+    replicator = Replicator(transports[0])
+    for versions in (store.own, store.wards[2]):
+        versions.begin(4)
+        versions.complete(4)
+    replicator.start(store, 4)  # nobody answers
+    transports[0].cancel()
+    replicator.drain()
+    assert store.wards[2].held == (4,)
+    replicator.close()

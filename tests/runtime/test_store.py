@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from megatron_elas.runtime.store import ShardStore, Versions, as_bytes
+from megatron_elas.runtime.store import ShardStore, Versions
 from megatron_elas.spec.shards import Piece, ShardLayout
 
 LAYOUT = ShardLayout(pieces=(Piece(name="a", start=2, stop=5), Piece(name="b", start=0, stop=4)))
@@ -52,9 +51,3 @@ def test_steps_that_will_be_run_again_are_forgotten_everywhere() -> None:
 def test_a_layout_says_where_pieces_lie_and_how_much_memory_two_versions_take() -> None:
     assert (LAYOUT.numel, LAYOUT.flat_numel, LAYOUT.offsets()) == (7, 22, (0, 3))
     assert ShardStore(layout=LAYOUT, backup=None, wards={}).num_bytes == 2 * 22 * 4
-
-
-def test_bytes_of_a_tensor_are_a_view() -> None:
-    tensor = torch.zeros(2)
-    as_bytes(tensor)[:4] = torch.ones(1).numpy().tobytes()
-    assert tensor.tolist() == [1.0, 0.0]

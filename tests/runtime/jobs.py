@@ -1,0 +1,342 @@
+"""A job without processes and without Megatron: workers are threads with real links, sessions and groups.
+
+The "model" of a stage is one parameter of ``NUMEL`` numbers, cut over the replicas like an optimizer shard; a step adds
+``step + 1`` to every one, so version ``v`` is ``v (v + 1) / 2`` everywhere, whoever computed it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_elas.planner.plan import initial_plan, replan
+from megatron_elas.planner.settle import settle
+from megatron_elas.runtime.communicator.communicator import Communicator
+from megatron_elas.runtime.ports import StateDigest
+from megatron_elas.runtime.session import Session
+from megatron_elas.runtime.transport.sockets import SocketTransport
+from megatron_elas.spec.errors import EpochChanged
+from megatron_elas.spec.events import LossReason, WorkerLost
+from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.plan import ElasticPlan, Settlement
+from megatron_elas.spec.report import RecoveryReport, SettleReport
+from megatron_elas.spec.shards import Piece, ShardLayout
+
+NUMEL = 60
+PATIENCE_S = 15.0
+
+
+def value_of(version: int) -> float:
+    """Of every parameter in the state before step ``version``."""
+    return version * (version + 1) / 2
+
+
+class Vanished(BaseException):
+    """Raised in a worker that is lost: nothing of it may run on."""
+
+
+@dataclass
+class Announced:
+    """As the control link gives it."""
+
+    epoch: int
+    lost: Sequence[WorkerLost]
+
+
+@dataclass
+class Order:
+    """As the control link gives it."""
+
+    plan: ElasticPlan
+    settlement: Settlement
+    addresses: dict[int, str]
+
+
+class Job:
+    """Plays the controller, with the real planner."""
+
+    def __init__(self, folder: Path, *, stages: int, rows: int) -> None:
+        self.spec = JobSpec(
+            tensor_parallel=1,
+            pipeline_parallel=stages,
+            data_parallel=rows,
+            micro_batch_size=1,
+            num_microbatches=4 * rows,
+        )
+        self.plan = initial_plan(self.spec, {})
+        self.plans = {0: self.plan}
+        self.epoch = 0
+        self.lost: set[int] = set()
+        self.finished: set[int] = set()
+        self.recovered: dict[int, list[RecoveryReport]] = defaultdict(list)
+        self.reports: dict[int, dict[int, SettleReport]] = defaultdict(dict)
+        self.orders: dict[int, Order] = {}
+        self.changed = threading.Condition()
+        self.workers = [ToyWorker(self, worker, folder) for worker in range(self.spec.world_size)]
+        addresses = {worker.id: worker.transport.address for worker in self.workers}
+        for worker in self.workers:
+            worker.transport.set_addresses(addresses)
+
+    @property
+    def survivors(self) -> list[int]:
+        return [worker.id for worker in self.workers if worker.id not in self.lost]
+
+    def lose(self, worker: int) -> None:
+        """The controller notices that the worker is gone."""
+        with self.changed:
+            if worker in self.lost:
+                return
+            self.lost.add(worker)
+            self.epoch += 1
+            self.changed.notify_all()
+        for survivor in self.survivors:
+            self.workers[survivor].transport.cancel()
+
+    def settled(self, report: SettleReport) -> None:
+        """One survivor has unwound; the last one lets all go on."""
+        with self.changed:
+            self.reports[report.epoch][report.worker] = report
+            reports = self.reports[report.epoch]
+            if report.epoch == self.epoch and reports.keys() >= set(self.survivors) and report.epoch not in self.orders:
+                plan = replan(self.spec, self.plans[0], self.lost, self.epoch, {})
+                self.plans[self.epoch] = plan
+                settlement = settle([reports[worker] for worker in self.survivors], self.plans)
+                addresses = {worker: self.workers[worker].transport.address for worker in self.survivors}
+                self.orders[self.epoch] = Order(plan=plan, settlement=settlement, addresses=addresses)
+                self.changed.notify_all()
+
+    def wait(self, condition: Callable[[], Any], what: str) -> Any:
+        with self.changed:
+            assert self.changed.wait_for(condition, PATIENCE_S), f"nobody said {what}"
+            return condition()
+
+    def run(self, *, steps: int, between: Callable[[ToyWorker, int], None] | None = None) -> None:
+        """Train on all workers; ends when all but the lost ones have finished. Raises their errors."""
+        threads = [threading.Thread(target=worker.train, args=(steps, between), daemon=True) for worker in self.workers]
+        for thread in threads:
+            thread.start()
+        for worker, thread in zip(self.workers, threads, strict=True):
+            thread.join(PATIENCE_S * 2)
+            stuck = [w.id for w, t in zip(self.workers, threads, strict=True) if t.is_alive()]
+            assert not thread.is_alive(), f"workers {stuck} hang; places {[(w.id, w.place) for w in self.workers]}"
+            if worker.error is not None:
+                raise worker.error
+
+
+@dataclass
+class ToyWorker:
+    """One thread: a session, its host and its control line in one object."""
+
+    job: Job
+    id: int
+    folder: Path
+    transport: SocketTransport = field(init=False)
+    communicator: Communicator = field(init=False)
+    session: Session = field(init=False)
+    error: BaseException | None = None
+    place: str = ""
+    evaluated: list[tuple[int, float]] = field(default_factory=list)
+    steps_run: list[int] = field(default_factory=list)
+    hooks: dict[tuple[str, int], Callable[[], None]] = field(default_factory=dict)
+    """By (phase, step): called when this worker is there, once."""
+
+    def __post_init__(self) -> None:
+        self.transport = SocketTransport(self.id, f"unix:{self.folder}/{self.id}", "token")
+        world = self.job.plan.placement.workers
+        self.communicator = Communicator(self.transport, world)
+        self.world = self.communicator.open_group("0", world)
+        self.replicas = self.communicator.open_group("1", self.members(self.job.plan))
+        self.session = Session(self.id, self.job.plan, self.transport, self.communicator, self, self.strike)
+        self.shard = torch.zeros(self.layout(self.job.plan).flat_numel)
+        self.parameters = torch.zeros(NUMEL)
+        self.step = 0
+
+    def members(self, plan: ElasticPlan) -> tuple[int, ...]:
+        return plan.placement.replicas(plan.placement.seat(self.id).stage, 0)
+
+    def layout(self, plan: ElasticPlan) -> ShardLayout:
+        return self.shard_layouts(self.members(plan))[self.id]
+
+    # ------------------------------------------------------------ training
+
+    def train(self, steps: int, between: Callable[[ToyWorker, int], None] | None) -> None:
+        try:
+            self.session.attach(self, 0)
+            for step in range(steps):
+                self.place = f"step {step}"
+                self.session.run_step(step, self.run_step)
+                if between is not None:
+                    self.place = f"after step {step}"
+                    between(self, step)
+            self.place = "finish"
+            self.session.finish()
+            self.place = "done"
+        except Vanished:
+            pass
+        except BaseException as error:
+            self.error = error
+
+    def run_step(self, step: int) -> int:
+        self.steps_run.append(step)
+        self.strike(step, "forward", None)
+        self.communicator.barrier()  # stands for the pipeline and the reduction
+        self.session.mark_dirty()
+        self.shard[:-1] += step + 1
+        self.shard[-1] = step + 1
+        self.sync_parameters()
+        self.step = step + 1
+        return step
+
+    def evaluate(self, step: int) -> None:
+        """Something that all must join, with the parameters as they are."""
+
+        def body() -> None:
+            self.strike(step, "evaluate", None)
+            self.communicator.barrier()
+            self.evaluated.append((step, float(self.parameters.min())))
+            assert self.parameters.min() == self.parameters.max()
+
+        self.session.run_between(body)
+
+    def strike(self, step: int, phase: str, microbatch: int | None) -> None:
+        hook = self.hooks.pop((phase, step), None)
+        if hook is not None:
+            hook()
+
+    def vanish(self) -> None:
+        """Be lost, here and now: links break, and the controller hears of it."""
+        self.transport.close()
+        self.job.lose(self.id)
+        raise Vanished
+
+    # ------------------------------------------------------------ runtime.ports.Host
+
+    def shard_layouts(self, members: Sequence[int]) -> dict[int, ShardLayout]:
+        share = -(-NUMEL // len(members))
+        return {
+            worker: ShardLayout(
+                pieces=(Piece(name="p", start=min(i * share, NUMEL), stop=min((i + 1) * share, NUMEL)),)
+            )
+            for i, worker in enumerate(members)
+        }
+
+    def read_shard(self, flat: torch.Tensor) -> None:
+        flat.copy_(self.shard)
+
+    def write_shard(self, flat: torch.Tensor) -> None:
+        self.shard.copy_(flat)
+
+    def edit_groups(self, plan: ElasticPlan) -> None:
+        self.world.edit(plan.placement.workers)
+        self.replicas.edit(self.members(plan))
+
+    def rebuild(self) -> None:
+        self.shard = torch.full((self.layout(self.session.plan).flat_numel,), float("nan"))
+
+    def begin_activity(self) -> None:
+        pass
+
+    def clear_step(self) -> None:
+        pass
+
+    def sync_parameters(self) -> None:
+        if self.communicator.silent:
+            return
+        layouts = self.shard_layouts(self.replicas.members)
+        outputs = [torch.zeros(layouts[worker].numel) for worker in self.replicas.members]
+        mine = self.shard[: layouts[self.id].numel].clone()
+        if len({output.numel() for output in outputs}) == 1:
+            self.replicas.allgather([outputs], [mine]).wait()
+        else:
+            for output, worker in zip(outputs, self.replicas.members, strict=True):
+                output.copy_(mine) if worker == self.id else None
+                self.replicas.broadcast([output], _Root(self.replicas.members.index(worker))).wait()
+        self.parameters = torch.cat(outputs)
+
+    def capture(self) -> object:
+        return self.step
+
+    def rewind(self, captured: object) -> None:
+        assert isinstance(captured, int)
+        self.step = captured
+
+    def digest(self) -> StateDigest:
+        return StateDigest(
+            parameter_hash=int(self.parameters.double().sum()),
+            owned_numel=self.layout(self.session.plan).numel,
+            total_numel=NUMEL,
+            consumed_samples=self.step * 8,
+        )
+
+    # ------------------------------------------------------------ runtime.ports.Control
+
+    @property
+    def latest_epoch(self) -> int:
+        return self.job.epoch
+
+    def progress(self, epoch: int, step: int) -> None:
+        pass
+
+    def peer_unreachable(self, epoch: int, peer: int, detail: str) -> None:
+        self.job.lose(peer)
+
+    def wait_quiesce(self, newer_than: int, *, idle: bool = False) -> Announced:
+        self.job.wait(lambda: self.job.epoch > newer_than, f"an epoch after {newer_than}")
+        lost = tuple(
+            WorkerLost(worker=worker, reason=LossReason.EXITED, detail="", at_s=0.0) for worker in sorted(self.job.lost)
+        )
+        return Announced(epoch=self.job.epoch, lost=lost)
+
+    def settled(self, report: SettleReport) -> None:
+        self.job.settled(report)
+
+    def wait_recover(self, epoch: int) -> Order:
+        found = self.job.wait(lambda: self.job.epoch > epoch or self.job.orders.get(epoch), f"the plan of {epoch}")
+        if found is True:
+            raise EpochChanged(f"epoch {self.job.epoch} was announced")
+        assert isinstance(found, Order)
+        return found
+
+    def recovered(self, report: RecoveryReport) -> None:
+        self.job.recovered[report.epoch].append(report)
+
+    def finished(self) -> None:
+        with self.job.changed:
+            self.job.finished.add(self.id)
+            self.job.changed.notify_all()
+
+
+@dataclass
+class _Root:
+    """Options of a broadcast."""
+
+    rootRank: int
+    asyncOp: bool = False
+
+
+@contextmanager
+def job_of(folder: Path, *, stages: int = 1, rows: int = 3) -> Iterator[Job]:
+    """A job whose links are closed at the end."""
+    job = Job(folder, stages=stages, rows=rows)
+    try:
+        yield job
+    finally:
+        for worker in job.workers:
+            worker.transport.close()
+
+
+def check_end(job: Job, steps: int) -> None:
+    """All survivors finished, with the state of an undisturbed run and the same parameters."""
+    assert job.finished == set(job.survivors)
+    for worker in job.survivors:
+        toy = job.workers[worker]
+        toy_values = toy.shard[:-1]
+        assert toy_values.tolist() == [value_of(steps)] * len(toy_values), f"worker {worker}"
+        assert toy.parameters.tolist() == [value_of(steps)] * NUMEL

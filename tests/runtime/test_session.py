@@ -1,0 +1,200 @@
+"""The step as a transaction, with sessions on threads: every survivor ends with the state of an undisturbed run."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_elas.runtime.replicator import Replicator
+from megatron_elas.spec.errors import EpochChanged
+from tests.runtime.jobs import PATIENCE_S, Job, ToyWorker, check_end, job_of, value_of
+
+STEPS = 6
+
+
+def evaluate_after(*steps: int):
+    """What to do between steps: an evaluation after these."""
+
+    def between(worker: ToyWorker, step: int) -> None:
+        if step in steps:
+            worker.evaluate(step)
+
+    return between
+
+
+def evaluations(job: Job) -> dict[int, float]:
+    """The last value of every evaluation, the same on all survivors."""
+    found = [dict(job.workers[worker].evaluated) for worker in job.survivors]
+    assert all(values == found[0] for values in found), found
+    return found[0]
+
+
+def cut_in_barrier(worker: ToyWorker, calls: int) -> None:
+    """Let the worker's barrier of this number be passed by all others and be cut short here, once the epoch ends."""
+    real, count = worker.communicator.barrier, [0]
+
+    def barrier() -> None:
+        count[0] += 1
+        real()
+        if count[0] == calls:
+            worker.job.wait(lambda: worker.transport.cancelled, "that the epoch has ended")
+            raise EpochChanged("cut short in the barrier that the others have left")
+
+    worker.communicator.barrier = barrier  # type: ignore[method-assign]
+
+
+FIRST_COMMIT = 3
+"""Barriers of a worker: one after the first copies, then in every step one of the toy's own and the commit."""
+
+
+def commit_of(step: int) -> int:
+    """Number of the barrier that commits this step, without evaluations before it."""
+    return FIRST_COMMIT + 2 * step
+
+
+def test_an_undisturbed_job_runs_every_step_once(tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        job.run(steps=STEPS, between=evaluate_after(2))
+        check_end(job, STEPS)
+        assert evaluations(job) == {2: value_of(3)}
+        assert all(worker.steps_run == list(range(STEPS)) for worker in job.workers)
+
+
+@pytest.mark.parametrize("step", [0, 1, 3, STEPS - 1])
+@pytest.mark.parametrize("phase", ["snapshot", "forward", "commit", "between"])
+def test_a_worker_lost_at_any_place_of_a_step_is_made_up_for(phase: str, step: int, tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        job.workers[2].hooks[phase, step] = job.workers[2].vanish
+        job.run(steps=STEPS)
+        assert job.lost == {2}
+        check_end(job, STEPS)
+
+
+def test_copies_that_had_not_arrived_take_all_one_step_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with job_of(tmp_path) as job:
+        victim, held = job.workers[2], threading.Event()
+        real = Replicator._exchange
+
+        def exchange(replicator: Replicator, store, version: int) -> None:
+            if replicator is victim.session._replicator and version == 3:
+                held.wait(PATIENCE_S)  # its copies of version 3 leave only after its end: never
+            real(replicator, store, version)
+
+        monkeypatch.setattr(Replicator, "_exchange", exchange)
+
+        def vanish() -> None:
+            try:
+                victim.vanish()
+            finally:
+                held.set()
+
+        victim.hooks["forward", 3] = vanish
+        job.run(steps=STEPS)
+        check_end(job, STEPS)
+        assert [order.settlement.resume_step for order in job.orders.values()] == [2]
+        for worker in job.survivors:
+            assert job.workers[worker].steps_run[:6] in ([0, 1, 2, 2, 3, 4], [0, 1, 2, 3, 2, 3])
+
+
+def test_nobody_begins_the_first_step_before_all_first_copies_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with job_of(tmp_path) as job:
+        slow, began = job.workers[0].session._replicator, threading.Event()
+        real = Replicator._exchange
+
+        def exchange(replicator: Replicator, store, version: int) -> None:
+            if replicator is slow and version == 0:
+                assert not began.wait(0.3), "a forward pass began while a copy was still missing"
+            real(replicator, store, version)
+
+        monkeypatch.setattr(Replicator, "_exchange", exchange)
+        job.workers[2].hooks["forward", 0] = began.set
+        job.run(steps=2)
+        check_end(job, 2)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("evaluated", [True, False], ids=["then-evaluate", "then-step"])
+def test_a_worker_cut_off_in_a_barrier_that_others_have_left_joins_them_again(
+    evaluated: bool, step: int, tmp_path: Path
+) -> None:
+    with job_of(tmp_path) as job:
+        cut_in_barrier(job.workers[1], commit_of(step))
+        job.workers[2].hooks["between", step] = job.workers[2].vanish
+        job.run(steps=STEPS, between=evaluate_after(step) if evaluated else None)
+        check_end(job, STEPS)
+        assert evaluations(job) == ({step: value_of(step + 1)} if evaluated else {})
+
+
+def test_a_worker_cut_off_in_the_last_barrier_of_training_joins_the_end(tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        cut_in_barrier(job.workers[1], commit_of(STEPS - 1))
+        job.workers[2].hooks["between", STEPS - 1] = job.workers[2].vanish
+        job.run(steps=STEPS)
+        check_end(job, STEPS)
+
+
+def test_an_evaluation_that_others_have_left_counts_for_the_one_cut_off_in_its_barrier(tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        # After the commit of step 2 come the evaluation's own barrier and the one that ends it.
+        cut_in_barrier(job.workers[1], commit_of(2) + 2)
+        job.workers[2].hooks["forward", 3] = job.workers[2].vanish
+        job.run(steps=STEPS, between=evaluate_after(2))
+        check_end(job, STEPS)
+        assert evaluations(job) == {2: value_of(3)}
+        assert [step for step, _ in job.workers[1].evaluated] == [2], "it was evaluated a second time"
+
+
+@pytest.mark.parametrize("worker", [0, 1, 2])
+def test_an_evaluation_cut_short_is_run_again_on_the_same_parameters(worker: int, tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        job.workers[worker].hooks["evaluate", 2] = job.workers[worker].vanish
+        job.run(steps=STEPS, between=evaluate_after(2, 4))
+        check_end(job, STEPS)
+        assert evaluations(job) == {2: value_of(3), 4: value_of(5)}
+
+
+@pytest.mark.parametrize("second", [1, 3])
+def test_a_second_worker_lost_during_the_recovery_is_recovered_from(second: int, tmp_path: Path) -> None:
+    with job_of(tmp_path, rows=4) as job:
+        # Workers 0 and 2 are lost, or 1 and 3: never an owner together with its backup.
+        first = (second + 2) % 4
+        job.workers[first].hooks["forward", 2] = job.workers[first].vanish
+        for resumed in (1, 2):  # whether its copy of version 2 had arrived is up to the threads
+            job.workers[second].hooks["recovery", resumed] = job.workers[second].vanish
+        job.run(steps=STEPS)
+        assert job.lost == {first, second}
+        check_end(job, STEPS)
+
+
+def test_workers_are_lost_one_after_the_other_down_to_one(tmp_path: Path) -> None:
+    with job_of(tmp_path, rows=4) as job:
+        for step, worker in ((1, 3), (2, 0), (4, 2)):
+            job.workers[worker].hooks["forward", step] = job.workers[worker].vanish
+        job.run(steps=STEPS)
+        assert job.survivors == [1]
+        check_end(job, STEPS)
+
+
+def test_a_stage_that_lost_nobody_goes_on_with_the_layout_it_has(tmp_path: Path) -> None:
+    with job_of(tmp_path, stages=2, rows=2) as job:
+        job.workers[3].hooks["forward", 2] = job.workers[3].vanish
+        job.run(steps=STEPS)
+        check_end(job, STEPS)
+        reports = {report.worker: report.moved_bytes for report in job.recovered[1]}
+        assert reports.keys() == {0, 1, 2} and reports[0] == reports[1] == 0
+
+
+def test_a_recovery_is_reported_with_the_marks_of_its_phases_in_order(tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        job.workers[2].hooks["forward", 2] = job.workers[2].vanish
+        job.run(steps=STEPS)
+        for report in job.recovered[1]:
+            marks = [
+                report.marks_s[name]
+                for name in ("quiesce", "settle", "groups", "restore", "rebuild", "verify", "first_step")
+            ]
+            assert marks == sorted(marks)
