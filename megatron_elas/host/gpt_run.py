@@ -23,7 +23,7 @@ from megatron_elas.host.cpu_defaults import missing_defaults
 from megatron_elas.host.gpt_data import provide_datasets
 from megatron_elas.host.gpt_step import forward_step, get_embedding_ranks
 from megatron_elas.platform.detect import PlatformName
-from megatron_elas.spec.errors import BadUsage, ElasticError
+from megatron_elas.spec.errors import BadUsage, ElasticError, ExitCode
 
 TOKENIZER_DEFAULT = {"tokenizer_type": "GPT2BPETokenizer"}
 """As in Megatron's own entry."""
@@ -52,6 +52,9 @@ class ElasticWorker(Protocol):
 
     def finish(self) -> None:
         """Leave the job after a successful end."""
+
+    def stop(self, exit_code: int) -> None:
+        """Leave the job after Megatron ended the run with this status."""
 
     def fail(self, error: Exception) -> ElasticError | None:
         """Leave the job because of an error. Gives what to end with instead, if anything."""
@@ -97,6 +100,10 @@ def run(
 def _read_arguments() -> argparse.Namespace:
     """Parse and check the command line, without any effect on Megatron."""
     args: argparse.Namespace = parse_args(add_entry_arguments)
+    if args.elastic and "ELAS_CONTROLLER" not in os.environ:
+        raise BadUsage("--elastic needs elasrun: start the job with elasrun, not with torchrun or python")
+    if args.elastic_inject and not args.elastic:
+        raise BadUsage("--elastic-inject needs --elastic: without it nobody strikes faults, and nobody recovers")
     check_arguments(args)
     if args.elastic and args.inprocess_restart:
         raise BadUsage("--elastic and --inprocess-restart both want to handle lost workers: leave one of them out")
@@ -133,6 +140,8 @@ def _train_elastic(worker: ElasticWorker) -> None:
         except SystemExit as stop:
             if stop.code in (None, 0):
                 worker.finish()
+            else:
+                worker.stop(stop.code if isinstance(stop.code, int) else int(ExitCode.CRASHED))
             raise
         worker.finish()
     except Exception as error:

@@ -83,7 +83,7 @@ def named_parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Param
 def hash_parameters(model: Sequence[Any]) -> int:
     """63 bits over the bits of all parameters, equal on replicas that are bit-equal.
 
-    Buffers are summed as integers down columns of 128, which reads every element once at memory speed,
+    Buffers are summed as integers down 64 columns, which reads every element once at memory speed,
     and the sums are hashed. Not made to withstand an adversary.
     """
     digest = hashlib.blake2b(digest_size=8)

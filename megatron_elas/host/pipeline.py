@@ -15,7 +15,7 @@ import torch
 
 from megatron_elas.planner.plan import share_items
 from megatron_elas.runtime.channels import PIPELINE
-from megatron_elas.runtime.store import as_bytes
+from megatron_elas.runtime.communicator.buffers import as_bytes
 from megatron_elas.runtime.transport.base import Part, Transport
 from megatron_elas.spec.layout import Seat
 from megatron_elas.spec.plan import ElasticPlan
@@ -155,20 +155,15 @@ class RoutedPipeline:
 
     def _receive(self, tensor_shapes: Sequence[Shape], stage: int, item: int, backward: int) -> torch.Tensor:
         tensor = torch.empty(tuple(tensor_shapes[0]), dtype=self.config.pipeline_dtype)
-        part = Part(self._route.host_of(stage, item), _bytes_of(tensor))
+        part = Part(self._route.host_of(stage, item), as_bytes(tensor))
         self._transport.exchange(PIPELINE, _tag(item, backward), (), (part,))
         return tensor.requires_grad_()
 
     def _send(self, tensors: Any, stage: int, item: int, backward: int) -> None:
-        tensor = tensors[0] if isinstance(tensors, list) else tensors
-        part = Part(self._route.host_of(stage, item), _bytes_of(tensor.detach().contiguous()))
+        tensor = (tensors[0] if isinstance(tensors, list) else tensors).detach().contiguous()
+        part = Part(self._route.host_of(stage, item), as_bytes(tensor))
         self._transport.post(PIPELINE, _tag(item, backward), part)
 
 
 def _tag(item: int, backward: int) -> int:
     return (2 * item + backward) & 0xFFFF
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Bytes of a contiguous CPU tensor of any dtype (a view)."""
-    return as_bytes(tensor.view(-1).view(torch.uint8))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 
+from megatron_elas.host.cpu_noise import silence_cpu_noise
 from megatron_elas.host.patching import Finding, Seam, check
 from megatron_elas.host.versions import check_versions
+from megatron_elas.platform.detect import detect
 
 ROW_MODULES = (
     "megatron_elas.host.gpt_seams",
@@ -34,6 +36,11 @@ def check_all() -> list[Finding]:
     """Everything that does not match what is installed; empty when all is well. Used by ``elas doctor``.
 
     Versions come first: an unsupported release explains most moved symbols.
+
+    Raises:
+        BadUsage: MEGATRON_ELAS_PLATFORM names no platform.
     """
+    if detect() == "cpu":
+        silence_cpu_noise()
     versions = [Finding(id="versions", symbol="", problem=problem) for problem in check_versions()]
     return versions + list(check(all_rows()))

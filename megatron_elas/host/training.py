@@ -141,7 +141,9 @@ class MegatronHost:
         clear_communication(self._model)
         for name in _running_timers() - self._outer_timers:
             get_timers()._timers[name]._started = False
-        get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
+        machine = get_rerun_state_machine()
+        if machine.state in (RerunState.INITIAL_RUN, RerunState.RERUNNING_IN_PLACE):
+            machine.state = RerunState.NOT_RUNNING_YET
 
     def sync_parameters(self) -> None:
         """See Host."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
+from megatron_elas.prerequisites import PYTHON_AT_LEAST
 from megatron_elas.spec.errors import WrongVersion
 
-PYTHON_AT_LEAST = (3, 12)
 TORCH_RANGE = ((2, 11), (2, 14))
 """First and last minor release."""
 MEGATRON_MINOR = (0, 19)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from megatron_elas.host.cpu_defaults import CPU_DEFAULTS, missing_defaults
+import importlib.util
+
+import pytest
+
+from megatron_elas.host.cpu_defaults import CPU_DEFAULTS, NO_ONE_LOGGER, missing_defaults
 
 
 def test_an_empty_command_line_gets_all() -> None:
+    assert missing_defaults([]) == [word for words in (*CPU_DEFAULTS, NO_ONE_LOGGER) for word in words]
+
+
+def test_one_logger_is_left_on_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert missing_defaults([]) == [word for words in CPU_DEFAULTS for word in words]
 
 

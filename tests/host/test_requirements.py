@@ -25,7 +25,8 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False, "async_save": False, "save": None,
         "ckpt_format": "torch_dist", "phase_transition_iterations": None, "iterations_to_skip": [],
         "ddp_average_in_collective": False, "use_tp_pp_dp_mapping": False, "calculate_per_token_loss": False,
-        "untie_embeddings_and_output_weights": True,
+        "untie_embeddings_and_output_weights": True, "exit_duration_in_mins": None, "exit_signal_handler": False,
+        "adlr_autoresume": False, "ckpt_assume_constant_structure": False,
     }  # fmt: skip
     assert changes.keys() <= values.keys()
     return SimpleNamespace(**{**values, **changes})

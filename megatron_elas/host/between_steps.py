@@ -1,0 +1,65 @@
+"""Wrappers around what all workers do together between steps: evaluation and saving."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron_elas.host.attachment import attachment
+from megatron_elas.spec.errors import EpochChanged
+
+
+def wrap_evaluate(original: Any) -> Any:
+    """``evaluate`` that all workers do together, again if it was cut short."""
+
+    @functools.wraps(original)
+    def evaluate(
+        forward_step_func: Any, data_iterator: Any, model: Any, process_non_loss_data_func: Any, config: Any,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        from megatron.core.rerun_state_machine import get_rerun_state_machine
+        from megatron.training import get_args, get_timers
+
+        attached, margs = attachment(), get_args()
+        consumed = margs.consumed_valid_samples
+        mode = get_rerun_state_machine().get_mode()
+        loader = getattr(data_iterator, "iterable", None)
+
+        def body() -> Any:
+            attached.strike(attached.next_step - 1, "evaluate", None)
+            margs.consumed_valid_samples = consumed
+            if loader is not None:
+                loader.seek(loader.mark)
+            try:
+                return original(
+                    forward_step_func, data_iterator, model, process_non_loss_data_func, config, *args, **kwargs
+                )
+            except EpochChanged:  # Megatron restores these only at the end
+                get_rerun_state_machine().set_mode(mode)
+                config.timers = get_timers()
+                for chunk in model:
+                    chunk.train()
+                raise
+
+        outcome = attached.session.run_between(body)
+        if loader is not None:
+            loader.mark += margs.consumed_valid_samples - consumed
+        return outcome
+
+    return evaluate
+
+
+def wrap_save_checkpoint(original: Any) -> Any:
+    """``save_checkpoint`` that all workers do together, again if it was cut short."""
+
+    @functools.wraps(original)
+    def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        attached = attachment()
+
+        def body() -> Any:
+            attached.strike(iteration - 1, "save", None)
+            return original(iteration, *args, **kwargs)
+
+        return attached.session.run_between(body)
+
+    return save_checkpoint

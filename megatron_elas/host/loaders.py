@@ -1,0 +1,74 @@
+"""Puts loaders that follow the plan in the place of Megatron's."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from megatron_elas.host.attachment import Attachment, attachment
+from megatron_elas.host.data import SeekableLoader
+from megatron_elas.planner.plan import share_items
+
+
+def wrap_data_loaders(original: Any) -> Any:
+    """``build_train_valid_test_data_loaders`` with loaders that follow the plan."""
+
+    @functools.wraps(original)
+    def build_train_valid_test_data_loaders(build_train_valid_test_datasets_provider: Any) -> Any:
+        from megatron.training import get_args
+
+        attached, args = attachment(), get_args()
+        train, valid, test = original(build_train_valid_test_datasets_provider)
+        train_sizes = args.micro_batch_size, args.global_batch_size
+        eval_sizes = args.eval_micro_batch_size, args.eval_global_batch_size
+        train = _make_seekable(attached, "train", train, *train_sizes, args.consumed_train_samples)
+        if valid is not None:
+            valid = [_make_seekable(attached, "valid", v, *eval_sizes, args.consumed_valid_samples) for v in valid]
+        test = _make_seekable(attached, "test", test, *eval_sizes, 0)
+        return train, valid, test
+
+    return build_train_valid_test_data_loaders
+
+
+def _make_seekable(
+    attached: Attachment, split: str, stock: Any, micro_batch_size: int, batch_size: int, consumed: int
+) -> Any:
+    """A loader over the same dataset that follows the plan; None for None."""
+    if stock is None:
+        return None
+    num_items = batch_size // micro_batch_size
+
+    def items() -> tuple[int, ...]:
+        plan, seat = attached.route.plan, attached.route.seat
+        if split == "train":
+            return plan.items[seat.stage][seat.cell]
+        return share_items(num_items, len(plan.placement.stages[seat.stage]))[seat.cell]
+
+    def observe(ids: tuple[int, ...]) -> None:
+        attached.samples.extend(ids)
+
+    attached.loaders[split] = SeekableLoader(
+        dataset=stock.dataset,
+        micro_batch_size=micro_batch_size,
+        batch_size=batch_size,
+        consumed=consumed,
+        items=items,
+        make_loader=functools.partial(_like, stock),
+        observe=observe if split == "train" else None,
+    )
+    return attached.loaders[split]
+
+
+def _like(stock: Any, batch_sampler: Any) -> Any:
+    """A torch data loader with the stock one's settings and another sampler."""
+    return torch.utils.data.DataLoader(
+        stock.dataset,
+        batch_sampler=batch_sampler,
+        num_workers=stock.num_workers,
+        collate_fn=stock.collate_fn,
+        pin_memory=stock.pin_memory,
+        worker_init_fn=stock.worker_init_fn,
+        generator=stock.generator,
+    )

@@ -1,0 +1,87 @@
+"""Wrappers around how Megatron lays optimizer state out, builds the optimizer, steps it and saves it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron_elas.host.attachment import attachment
+from megatron_elas.host.buckets import LAYER_ATTRIBUTE, compact_index, layer_buckets
+from megatron_elas.host.optimizer import OptimizerFactory
+
+
+def wrap_optimizer_part(original: Any) -> Any:
+    """The builder of one optimizer of the chain, remembered."""
+
+    @functools.wraps(original)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        attached = attachment()
+        if attached.factory is None:
+            attached.factory = OptimizerFactory(original)
+        return attached.factory.record(*args, **kwargs)
+
+    return build
+
+
+def wrap_optimizer_step(original: Any) -> Any:
+    """The optimizer step, which leaves the state between two versions."""
+
+    @functools.wraps(original)
+    def step_with_ready_grads(self: Any) -> Any:
+        attached = attachment()
+        if attached.counter.step >= 0:
+            attached.strike(attached.counter.step, "optimizer", None)
+        attached.session.mark_dirty()
+        return original(self)
+
+    return step_with_ready_grads
+
+
+def wrap_layer_init(original: Any) -> Any:
+    """A layer that marks its parameters with its number."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for param in self.parameters():
+            setattr(param, LAYER_ATTRIBUTE, self.layer_number)
+
+    return __init__
+
+
+def layer_layout(
+    params: Any, bucket_size: Any, data_parallel_world_size: int, ddp_config: Any, param_indices: Any = None
+) -> Any:
+    """Takes the place of Megatron's bucket layout: a layer is a bucket."""
+    from megatron.core.optimizer.param_layout import PerBufferParamLayout
+
+    layout = layer_buckets(params, data_parallel_world_size)
+    # Megatron makes buckets as parameters name them and takes the end of the last range as the size of the buffer:
+    # the extra range makes room, and no bucket.
+    room = (layout.buckets[-1][1], layout.numel)
+    return PerBufferParamLayout(
+        param_index_map=layout.index,
+        bucket_indices=[*layout.buckets, room],
+        per_bucket_numel_unpadded=layout.unpadded,
+        param_indices=param_indices if param_indices is not None else [],
+        num_optimizer_shards=data_parallel_world_size,
+    )
+
+
+def wrap_reshardable_state(original: Any) -> Any:
+    """The fully reshardable state, cut at the right offsets."""
+
+    @functools.wraps(original)
+    def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
+        laid_out = [buffer.param_index_map for buffer in self.buffers]
+        for buffer in self.buffers:
+            starts = [bucket.offset for bucket in buffer.buckets]
+            unpadded = [bucket.numel_unpadded for bucket in buffer.buckets]
+            buffer.param_index_map = compact_index(buffer.param_index_map, starts, unpadded)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for buffer, index in zip(self.buffers, laid_out, strict=True):
+                buffer.param_index_map = index
+
+    return sharded_param_state_fully_reshardable

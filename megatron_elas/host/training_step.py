@@ -1,0 +1,115 @@
+"""Wrappers around a training step: a step becomes a transaction, over the micro-batches of the plan."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron_elas.host.attachment import Attachment, attachment
+from megatron_elas.host.schedule import route_schedule
+from megatron_elas.host.training import MegatronHost
+from megatron_elas.spec.errors import EpochChanged
+
+
+def wrap_train_step(original: Any) -> Any:
+    """``train_step`` that runs as a transaction of the session."""
+
+    @functools.wraps(original)
+    def train_step(
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        config: Any,
+        forward_backward_func: Any,
+        iteration: int,
+        **kwargs: Any,
+    ) -> Any:
+        attached = attachment()
+        if attached.host is None:
+            attached.host = _make_host(attached, model, optimizer, opt_param_scheduler, iteration)
+            attached.session.attach(attached.host, iteration)
+        host = attached.host
+        host.check_counters(iteration)
+
+        def body(step: int) -> Any:
+            host.begin_step(step, data_iterator)
+            attached.samples.clear()
+            attached.counter.begin(step)
+            outcome = original(
+                forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config,
+                forward_backward_func, iteration=step, **kwargs,
+            )  # fmt: skip
+            attached.counter.begin(-1)
+            host.end_step()
+            if attached.sample_log is not None:
+                plan, seat = attached.route.plan, attached.route.seat
+                attached.sample_log.write(plan.epoch, step, seat.stage, attached.samples)
+            return outcome
+
+        outcome = attached.session.run_step(iteration, body)
+        attached.next_step = iteration + 1
+        return outcome
+
+    return train_step
+
+
+def _make_host(attached: Attachment, model: Any, optimizer: Any, scheduler: Any, first_step: int) -> MegatronHost:
+    assert attached.factory is not None, "Megatron has built no distributed optimizer"
+    return MegatronHost(
+        worker=attached.worker,
+        initial=attached.initial,
+        communicator=attached.communicator,
+        route=attached.route,
+        pipeline=attached.pipeline,
+        factory=attached.factory,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        train_loader=lambda: attached.loaders.get("train"),
+        first_step=first_step,
+    )
+
+
+def wrap_schedule_lookup(original: Any) -> Any:
+    """``get_forward_backward_func`` whose schedules run the micro-batches of the plan."""
+
+    @functools.wraps(original)
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        attached = attachment()
+        return route_schedule(
+            original(*args, **kwargs),
+            attached.route,
+            attached.pipeline,
+            attached.counter,
+            attached.job.data_parallel,
+            bool(get_args().calculate_per_token_loss),
+        )
+
+    return get_forward_backward_func
+
+
+def wrap_backward_step(original: Any) -> Any:
+    """``backward_step`` that counts."""
+
+    @functools.wraps(original)
+    def backward_step(*args: Any, **kwargs: Any) -> Any:
+        attachment().counter.backward()
+        return original(*args, **kwargs)
+
+    return backward_step
+
+
+def wrap_straggler_exit(original: Any) -> Any:
+    """The end of a straggler measurement, without a traceback for a membership change."""
+
+    @functools.wraps(original)
+    def __exit__(self: Any, ex_type: Any, ex_val: Any, ex_tb: Any) -> Any:
+        if ex_type is not None and issubclass(ex_type, EpochChanged):
+            return original(self, None, None, None)
+        return original(self, ex_type, ex_val, ex_tb)
+
+    return __exit__
