@@ -15,7 +15,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 RUN := "$(or $(USE_PYTHON),$(VENV)/bin/python)"
 # Folders without torch, checked strictly; those that exist.
-TYPED := $(wildcard $(addprefix megatron_elas/,spec schedule planner simulator control cli config.py))
+TYPED := $(wildcard $(addprefix megatron_elas/,spec schedule planner simulator control cli config.py prerequisites.py))
 
 .PHONY: help demo test test-all check lint types imports format bench-communicator bench-recovery venv clean distclean
 

@@ -10,10 +10,14 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_elas.platform.detect import PlatformName, detect
+# What is imported here is imported before the Python's version is checked, so any Python must be able to read it.
+from megatron_elas.prerequisites import check_prerequisites
 from megatron_elas.spec.errors import ElasticError, ExitCode
+
+if TYPE_CHECKING:
+    from megatron_elas.platform.detect import PlatformName
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,12 +53,17 @@ def preload() -> PlatformName:
     Starts no thread and makes no process group. A second call does nothing.
 
     Raises:
-        WrongVersion: A package is outside its range.
+        WrongVersion: A package is missing or outside its range.
     """
+    check_prerequisites(("torch", "megatron", "numpy"))
+    from megatron_elas.platform.detect import detect
+
     platform = detect()
     if platform == "cpu":
+        from megatron_elas.host.cpu_noise import silence_cpu_noise
         from megatron_elas.platform import cpu
 
+        silence_cpu_noise()
         cpu.install()
     from megatron_elas.host.versions import require_versions
 

@@ -4,7 +4,8 @@ Trains a small Llama on the text of Python's own standard library, on this machi
 two pipeline stages, two data-parallel rows. In the second of two runs a worker of the last stage is killed
 during a forward pass. At the end both runs are compared: the loss and the sample ids of every step.
 
-Exit status 0 when they agree, 1 when they do not, else that of the step that failed.
+Exit status 0 when they agree, 1 when they do not, 6 without the Python and packages needed, else that of the step
+that failed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from megatron_elas.host.sample_log import read_samples
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, whatever else is installed
+
+from megatron_elas.prerequisites import exit_without_prerequisites
 
 REPO = Path(__file__).resolve().parent.parent
+PREREQUISITES = ("torch", "megatron", "numpy", "msgspec", "psutil", "websockets", "sentencepiece")
 LINE = re.compile(r"iteration +(\d+)/.*lm loss: ([0-9.E+-]+)")
 EVENT = re.compile(
     r"fault strikes|elasrun:|---- recovered|-{80}$|(lost|before|now|resumed|ms) {2,}\S|[\d. ]+\(worker \d"
@@ -36,6 +40,9 @@ TOLERANCE = 1e-5
 
 def main() -> int:
     """Run the demonstration."""
+    exit_without_prerequisites(*PREREQUISITES)
+    from megatron_elas.host.sample_log import read_samples
+
     options = read_options()
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="elas-demo-") as folder:

@@ -50,7 +50,7 @@ candidates() {
 if [ -n "${PYTHON:-}" ]; then
     answer=$(probe "$PYTHON")
     if [[ $answer == no* ]]; then
-        echo "megatron_elas: PYTHON=$PYTHON cannot be used, ${answer#no }: name a Python 3.12 or newer that has venv." >&2
+        echo "megatron_elas: PYTHON=$PYTHON cannot be used ${answer#no }: name a Python 3.12 or newer that has venv." >&2
         exit 6
     fi
     echo "${answer#* }"

@@ -5,6 +5,7 @@
     scripts/prepare_data.py corpus.txt --output data/text --tokenizer-model tokenizer.model
     scripts/prepare_data.py corpus.txt --output data/text --tokenizer-type HuggingFaceTokenizer --tokenizer-model folder
 
+Folders are searched for files with the endings; hidden folders (such as .git and .venv) and __pycache__ are left out.
 Every file becomes one document, ended by the tokenizer's end-of-document token. Prints the flags that train on the
 result and keeps them in OUTPUT.args, for ``@OUTPUT.args``. The same input gives the same bytes; when inputs and
 options have not changed since the last run, nothing is done.
@@ -16,29 +17,49 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shlex
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout, whatever else is installed
+
+from megatron_elas.prerequisites import exit_without_prerequisites
+from megatron_elas.spec.errors import BadUsage
+
+PREREQUISITES = ("torch", "megatron", "numpy", "sentencepiece")
 MANIFEST_VERSION = 1
 DEFAULT_ENDINGS = (".txt", ".md", ".rst", ".py")
 MIN_VOCAB_SIZE = 300
 """256 byte pieces, a few special ones, and something to learn."""
+TOO_LARGE = re.compile(r"Vocabulary size too high .* value <= (\d+)")
+TOO_SMALL = re.compile(r"Vocabulary size is smaller than required_chars\. \d+ vs (\d+)")
+"""What SentencePiece says."""
 
 
 class BadInput(Exception):
     """An input or option that cannot work, in one sentence."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Reports errors in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(f"{message}; --help lists the options")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program. Gives 0, or 2 after a sentence about bad input."""
+    """Run the program. Gives 0, or 2 after a sentence about bad input.
+
+    Ends the process with 6, after a sentence, without the Python and packages that it needs.
+    """
+    exit_without_prerequisites(*PREREQUISITES)
     try:
         prepare(parse_options(argv))
-    except BadInput as error:
+    except (BadInput, BadUsage) as error:
         print(f"prepare_data: {error}", file=sys.stderr)
         return 2
     return 0
@@ -46,13 +67,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line. Raises BadInput for values that cannot work."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="text file, or folder of text files")
     parser.add_argument("--output", required=True, type=Path, help="path of the result without its ending")
-    parser.add_argument("--ending", nargs="+", default=DEFAULT_ENDINGS, help="of the files taken from folders")
+    parser.add_argument(
+        "--ending",
+        nargs="+",
+        default=DEFAULT_ENDINGS,
+        help=f"of the files taken from folders (default {' '.join(DEFAULT_ENDINGS)})",
+    )
     parser.add_argument("--max-mb", type=float, help="stop before the file that exceeds this much text in all")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="of the tokenizer that is trained")
-    parser.add_argument("--train-mb", type=float, default=2.0, help="text that the tokenizer is trained on")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="of the tokenizer that is trained (default 4096)")
+    parser.add_argument("--train-mb", type=float, default=2.0, help="text that the tokenizer is trained on (default 2)")
     parser.add_argument(
         "--tokenizer-type", choices=["SentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer"]
     )
@@ -79,6 +105,7 @@ def prepare(options: argparse.Namespace) -> None:
         print(f"{options.output}: up to date ({len(files)} files)")
     else:
         started_s = time.monotonic()
+        silence_known_noise()
         with_ending(options.output, ".manifest.json").unlink(missing_ok=True)
         options.output.parent.mkdir(parents=True, exist_ok=True)
         if options.tokenizer_model is None:
@@ -101,15 +128,25 @@ def find_files(inputs: Sequence[Path], endings: Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for path in inputs:
         if path.is_dir():
-            inside = sorted(file for ending in set(endings) for file in path.rglob(f"*{ending}") if file.is_file())
+            inside = sorted(file for file in walk(path) if file.name.endswith(tuple(endings)) and file.is_file())
             if not inside:
-                raise BadInput(f"folder {path} holds no file that ends with {' or '.join(endings)}: give --ending")
+                raise BadInput(
+                    f"folder {path} holds no file that ends with {' or '.join(endings)} (hidden folders are left out): "
+                    f"give --ending"
+                )
             found.extend(inside)
         elif path.is_file():
             found.append(path)
         else:
             raise BadInput(f"input {path} does not exist: give text files or folders")
     return list(dict.fromkeys(found))
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """Everything below that is no folder; hidden folders and __pycache__ are left out, but may be named themselves."""
+    for path, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        yield from (Path(path, name) for name in names)
 
 
 def choose_files(files: Sequence[Path], max_mb: float | None) -> list[Path]:
@@ -189,10 +226,17 @@ def train_tokenizer(files: Sequence[Path], options: argparse.Namespace) -> None:
                 minloglevel=2,
             )
         except RuntimeError as error:
-            raise BadInput(
-                f"no tokenizer of {options.vocab_size} pieces can be trained on this text ({error}): "
-                f"give a smaller --vocab-size, or more text"
-            ) from error
+            raise BadInput(explain_training_error(str(error), options.vocab_size)) from error
+
+
+def explain_training_error(error: str, vocab_size: int) -> str:
+    """SentencePiece's error in our words."""
+    told = f"no tokenizer of {vocab_size} pieces can be trained on this text"
+    if (match := TOO_LARGE.search(error)) and int(match[1]) >= MIN_VOCAB_SIZE:
+        return f"{told}, at most one of {match[1]}: give --vocab-size {match[1]} or less, or more text"
+    if match := TOO_SMALL.search(error):
+        return f"{told}, which has many different characters: give --vocab-size {match[1]} or more"
+    return f"{told}: give more text"
 
 
 def training_lines(files: Sequence[Path], max_mb: float) -> Iterator[str]:
@@ -209,9 +253,8 @@ def training_lines(files: Sequence[Path], max_mb: float) -> Iterator[str]:
 
 def load_tokenizer(options: argparse.Namespace) -> Any:
     """The tokenizer as Megatron builds it for training."""
-    with warnings.catch_warnings(action="ignore"):  # optional packages that play no part here
-        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-        from megatron.training.config import TokenizerConfig
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training.config import TokenizerConfig
 
     config = TokenizerConfig(
         tokenizer_type=options.tokenizer_type, tokenizer_model=str(tokenizer_path(options)), pad_vocab_size=False
@@ -226,6 +269,15 @@ def tokenizer_path(options: argparse.Namespace) -> Path:
     """The tokenizer that is loaded, or the one trained here."""
     model: Path | None = options.tokenizer_model
     return with_ending(options.output, ".model") if model is None else model
+
+
+def silence_known_noise() -> None:
+    """Without an accelerator, leave out what Megatron then always says while it is imported."""
+    from megatron_elas.host.cpu_noise import silence_cpu_noise
+    from megatron_elas.platform.detect import detect
+
+    if detect() == "cpu":
+        silence_cpu_noise()
 
 
 # ---------------------------------------------------------------- output

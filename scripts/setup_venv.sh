@@ -12,6 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONPATH PYTHONHOME # pip would take this checkout for an installed package
 
 venv=${VENV:-.venv}
+venv=${venv%/}
 editable=${EDITABLE:-yes}
 python=$venv/bin/python
 log=$venv/install.log
@@ -34,15 +35,20 @@ install() {
     PIP_USER=no PIP_DISABLE_PIP_VERSION_CHECK=1 "$python" -m pip install --quiet --no-input "$@" >>"$log" 2>&1
 }
 
-create_venv() {
-    if [ -e "$venv/.elas-owned" ] && "$python" -m pip --version >/dev/null 2>&1; then
-        return
-    fi
-    if [ ! -e "$venv/.elas-owned" ] && [ -n "$(ls -A "$venv" 2>/dev/null)" ]; then
+is_foreign() { [ ! -e "$venv/.elas-owned" ] && [ -n "$(ls -A "$venv" 2>/dev/null)" ]; }
+
+refuse_unusable() {
+    if is_foreign; then
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12) or sys.prefix == sys.base_prefix)' 2>/dev/null ||
             die "VENV=$venv is no virtual environment with Python 3.12 or newer: name another folder, or remove it."
         "$python" -m pip --version >/dev/null 2>&1 ||
             die "VENV=$venv has no pip: run '$python -m ensurepip', or name another folder."
+    fi
+}
+
+create_venv() {
+    refuse_unusable
+    if is_foreign || "$python" -m pip --version >/dev/null 2>&1; then
         return
     fi
     local base
@@ -90,7 +96,10 @@ install_project() {
 
 packages_ready && project_ready && exit 0
 
-mkdir -p "$(dirname "$venv")"
+# Before the lock is made, which would be left behind. Where there is one, another may be setting up: ask later.
+[ -e "$venv.lock" ] || refuse_unusable
+{ mkdir -p "$(dirname "$venv")" && touch "$venv.lock"; } 2>/dev/null ||
+    die "VENV=$venv cannot be created: name a folder in one that you may write to."
 if command -v flock >/dev/null; then
     exec 9>"$venv.lock"
     flock --nonblock 9 || { say "waiting for another set-up of $venv." && flock 9; }

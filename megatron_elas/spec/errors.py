@@ -74,3 +74,4 @@ class PeerLost(EpochChanged):
     def __init__(self, peer: int, detail: str) -> None:
         super().__init__(f"link to worker {peer} broke: {detail}")
         self.peer = peer
+        self.detail = detail

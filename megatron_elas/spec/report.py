@@ -53,13 +53,3 @@ class RecoveryReport:
     """End of each phase of PHASES that the worker sees itself."""
     moved_bytes: int = 0
     """Optimizer state this worker sent to others."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """A finished step."""
-
-    worker: int
-    epoch: int
-    step: int
-    seconds: float

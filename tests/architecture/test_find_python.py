@@ -1,4 +1,4 @@
-"""scripts/find_python.sh chooses by running candidates, and explains itself when there is none."""
+"""The set-up scripts choose a Python by running candidates, and explain what they cannot use."""
 
 from __future__ import annotations
 
@@ -56,4 +56,32 @@ def test_a_python_that_the_user_named_is_not_replaced_by_another(tmp_path: Path)
     ran = find_python(tmp_path, PYTHON=str(tmp_path / "mine"))
     assert ran.returncode == 6
     assert ran.stdout == ""
-    assert f"PYTHON={tmp_path}/mine cannot be used" in ran.stderr
+    assert f"PYTHON={tmp_path}/mine cannot be used (does not run): name a Python 3.12" in ran.stderr
+
+
+def set_up(venv: Path | str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(REPO / "scripts/setup_venv.sh")],
+        env={"PATH": os.environ["PATH"], "VENV": str(venv)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_a_folder_that_cannot_be_made_gets_one_sentence() -> None:
+    ran = set_up("/proc/venv")
+    assert ran.returncode == 1
+    assert ran.stderr == (
+        "megatron_elas: VENV=/proc/venv cannot be created: name a folder in one that you may write to.\n"
+    )
+
+
+def test_a_folder_with_other_things_in_it_is_refused_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").touch()
+    ran = set_up(tmp_path / "mine")
+    assert ran.returncode == 1
+    assert f"VENV={tmp_path}/mine is no virtual environment" in ran.stderr
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "mine", tmp_path / "mine/thesis.txt"]

@@ -69,8 +69,8 @@ def test_importing_all_of_a_package_below_host_does_not_load_megatron(name: str)
 @pytest.mark.parametrize(
     ("file", "line", "chain"),
     [
-        ("spec/ids.py", "import torch", "megatron_elas.spec.ids -> torch"),
-        ("spec/ids.py", "import megatron_elas.planner", "megatron_elas.spec.ids -> megatron_elas.planner"),
+        ("spec/job.py", "import torch", "megatron_elas.spec.job -> torch"),
+        ("spec/job.py", "import megatron_elas.planner", "megatron_elas.spec.job -> megatron_elas.planner"),
         ("control/messages.py", "import torch.nn", "megatron_elas.control.messages -> torch"),
         ("runtime/__init__.py", "from megatron.core import mpu", "megatron_elas.runtime -> megatron"),
         ("host/__init__.py", "import megatron_elas.control", "megatron_elas.host -> megatron_elas.control"),

@@ -35,7 +35,7 @@ def main() -> int:
         attached = attachment()
         attached.communicator.muted = attached.communicator.tolerant = False
         state = shard(attached)
-        state |= {"pid": os.getpid(), "problems": find_stale(attached), "reduced": reduce_all(attached)}
+        state |= {"problems": find_stale(attached), "reduced": reduce_all(attached)}
         state["parameters"] = {name: param.detach().clone() for name, param in parameters(attached)}
         save("final", attached.worker, state)
         finish()
@@ -73,7 +73,7 @@ def shard(attached: Any) -> dict[str, Any]:
         (piece.name, piece.start, piece.stop, slots[:, offset : offset + piece.numel].clone())
         for piece, offset in zip(layout.pieces, layout.offsets(), strict=True)
     ]
-    return {"stage": seat.stage, "lane": seat.lane, "pieces": pieces, "step": float(flat[-1])}
+    return {"stage": seat.stage, "lane": seat.lane, "pieces": pieces, "step": float(flat[-1]), "pid": os.getpid()}
 
 
 def save(name: str, worker: int, value: dict[str, Any]) -> None:
@@ -122,9 +122,14 @@ def find_stale(attached: Any) -> list[str]:
         if stranger(value, known):
             problems.append(f"parallel_state.{name} holds {value}")
     for bucket_group in bucket_groups_of(host._model):
-        size = bucket_group.intra_distributed_optimizer_instance_group.size()
-        if bucket_group.intra_distributed_optimizer_instance_size != size:
+        group = bucket_group.intra_distributed_optimizer_instance_group
+        if bucket_group.intra_distributed_optimizer_instance_size != group.size():
             problems.append("a bucket group remembers another number of replicas")
+        if bucket_group.intra_distributed_optimizer_instance_rank != group.rank():
+            problems.append("a bucket group remembers another rank among its replicas")
+        for views in (bucket_group.cached_param_buffer_shard_list, bucket_group.cached_grad_buffer_shard_list):
+            if any(view is not None and len(view) != group.size() for view in views):
+                problems.append("a bucket group remembers slices for another number of replicas")
     problems += [
         "a buffer remembers another number of replicas"
         for buffer in buffers_of(host._model)

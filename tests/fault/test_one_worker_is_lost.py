@@ -76,16 +76,36 @@ def test_other_ways_to_go_end_in_the_same_recovery(kind: str, calm: Run, tmp_pat
     assert_nothing_stale(run, {0, 1, 3})
 
 
-@pytest.mark.parametrize("phase", ["optimizer", "commit", "between"])
-def test_a_worker_lost_around_the_end_of_a_step_loses_no_step(phase: str, calm: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("phase", ["snapshot", "optimizer", "commit", "between"])
+def test_a_worker_lost_around_the_ends_of_a_step_loses_no_step(phase: str, calm: Run, tmp_path: Path) -> None:
     run = lose(tmp_path, f"kill:worker=0@step={AT},phase={phase}")
     assert_same_training(run, calm)
 
 
-def test_survivors_keep_their_processes(calm: Run, tmp_path: Path) -> None:
-    run = lose(tmp_path, f"kill:worker=1@step={AT},phase=forward")
-    assert len({record["pid"] for record in run.records("final").values()}) == 3
-    assert "worker joined" not in run.output.partition("fault strikes")[2]
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_worker_lost_in_the_very_first_step_is_recovered_from(phase: str, calm: Run, tmp_path: Path) -> None:
+    run = lose(tmp_path, f"kill:worker=2@step=0,phase={phase},microbatch=1")
+    assert_same_training(run, calm)
+
+
+def test_survivors_keep_their_processes(tmp_path: Path) -> None:
+    fault = f"kill:worker=1@step={AT},phase=forward"
+    run = run_job(tmp_path / "run", GRID, workers=4, faults=[fault], versions=[AT - 1])
+    assert run.fired == [fault] and run.code == 0, run.output[-6000:]
+    before, after = run.records(f"version.{AT - 1}.epoch.0"), run.records("final")
+    assert before.keys() == {0, 1, 2, 3} and after.keys() == {0, 2, 3}
+    assert {w: record["pid"] for w, record in after.items()} == {w: before[w]["pid"] for w in after}
+
+
+def test_a_lost_worker_takes_its_tensor_parallel_cell_along_and_its_mate_becomes_a_spare(tmp_path: Path) -> None:
+    flags = ("--tensor-model-parallel-size=2",)
+    calm = run_job(tmp_path / "calm", flags, workers=4, steps=10)
+    fault = "kill:worker=1@step=4,phase=backward,microbatch=1"
+    run = run_job(tmp_path / "run", flags, workers=4, steps=10, faults=[fault])
+    assert run.fired == [fault]
+    assert_same_training(run, calm)
+    assert_nothing_stale(run, {2, 3})
+    assert "now      stage 0: [2,3] | spare: 0" in run.output
 
 
 def test_two_workers_of_different_stages_are_lost_one_after_the_other(calm: Run, tmp_path: Path) -> None:

@@ -36,12 +36,21 @@ def test_a_config_has_the_published_number_of_parameters(model: str) -> None:
 
 def launch(tmp_path: Path, script: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a launch script with an interpreter that only prints its arguments."""
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    python.chmod(0o755)
+    python = make_python(tmp_path / "python")
+    return run(REPO, script, *flags, **{"PYTHON": str(python), **environ})
+
+
+def make_python(path: Path, first_line: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/bin/sh\n{first_line}\nprintf "%s\\n" "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def run(repo: Path, script: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", str(REPO / "scripts" / script), *flags],
-        env={"PATH": os.environ["PATH"], "PYTHON": str(python), **environ},
+        ["bash", str(repo / "scripts" / script), *flags],
+        env={"PATH": os.environ["PATH"], **environ},
         capture_output=True,
         text=True,
         timeout=20,
@@ -80,8 +89,55 @@ def test_data_and_stock_training_can_be_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize(
+    ("asked", "elastic"), [("Yes", True), ("true", True), ("1", True), ("FALSE", False), ("0", False)]
+)
+def test_elastic_can_be_said_in_several_ways(tmp_path: Path, asked: str, elastic: bool) -> None:
+    ran = launch(tmp_path, "launch_llama_tiny.sh", ELASTIC=asked)
+    assert ("--elastic" in ran.stdout.splitlines()) == elastic
+
+
+NODES = {"NNODES": "2", "RDZV_ENDPOINT": "node0:29400"}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {**NODES, "NODE_RANK": "1", "SLURM_NODEID": "0", "TOKEN_FILE": "/some/secret"},
+        {**NODES, "SLURM_NODEID": "1", "TOKEN_FILE": "/some/secret", "ELAS_TOKEN": "x"},
+    ],
+    ids=["named", "slurm"],
+)
+def test_a_node_of_several_gets_its_rank_and_the_secret(tmp_path: Path, environ: dict[str, str]) -> None:
+    words = launch(tmp_path, "launch_llama_7b.sh", **environ).stdout.splitlines()
+    assert words[2 : words.index("--nproc-per-node")] == [
+        *("--nnodes", "2", "--rdzv-endpoint", "node0:29400", "--node-rank", "1", "--token-file", "/some/secret")
+    ]
+
+
+@pytest.mark.process
+def test_slurm_does_not_make_a_single_node_one_of_several(tmp_path: Path) -> None:
+    assert "--node-rank" not in launch(tmp_path, "launch_llama_tiny.sh", SLURM_NODEID="3").stdout.splitlines()
+
+
+@pytest.mark.process
+def test_the_environment_of_the_checkout_is_used_unless_python_is_set(tmp_path: Path) -> None:
+    shutil.copytree(REPO / "scripts", tmp_path / "scripts")
+    shutil.copytree(REPO / "configs", tmp_path / "configs")
+    make_python(tmp_path / ".venv/bin/python", "echo this is .venv")
+    other = make_python(tmp_path / "other")
+    assert run(tmp_path, "launch_llama_tiny.sh").stdout.startswith("this is .venv\n")
+    assert run(tmp_path, "launch_llama_tiny.sh", PYTHON=str(other)).stdout.startswith("-m\n")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
     ("flags", "environ", "sentence"),
     [
+        (["tiny"], {"ELASTIC": "off"}, "ELASTIC is 'off': set it to yes or no"),
+        (["tiny"], {"PYTHON": "/no/python"}, "there is no Python '/no/python'"),
+        (["tiny"], {**NODES, "ELAS_TOKEN": "x"}, "NNODES is 2: set NODE_RANK on every node"),
+        (["tiny"], {**NODES, "NODE_RANK": "0"}, "NNODES is 2: set TOKEN_FILE"),
         (["8b"], {}, "there is no model '8b': give one of 13b 34b 70b 7b tiny"),
         (["tiny"], {"DATA": "/no/text.args"}, "data file '/no/text.args' does not exist"),
         (["tiny"], {"NNODES": "2"}, "set RDZV_ENDPOINT"),
@@ -98,6 +154,6 @@ def test_bad_input_gets_one_sentence(tmp_path: Path, flags: list[str], environ: 
 def test_the_scripts_are_clean() -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
-    scripts = sorted(map(str, (REPO / "scripts").glob("launch_*.sh")))
+    scripts = sorted(map(str, (REPO / "scripts").glob("*.sh")))
     ran = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stdout

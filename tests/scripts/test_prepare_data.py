@@ -110,18 +110,52 @@ def test_a_tokenizer_can_be_loaded_and_its_file_counts_as_input(prepare: Prepare
         (["{texts}", "--tokenizer-type", "HuggingFaceTokenizer"], "needs --tokenizer-model"),
         (["{texts}", "--max-mb", "0"], "--max-mb must be more than 0, got 0.0"),
         (["{texts}", "--max-mb", "0.0001"], "no text within --max-mb 0.0001"),
-        (["{texts}/picture.bin"], "no tokenizer of 400 pieces can be trained"),
+        (["{texts}/picture.bin"], "no tokenizer of 400 pieces can be trained on this text: give more text"),
+        (
+            ["{texts}", "--vocab-size", "9000"],
+            "no tokenizer of 9000 pieces can be trained on this text, at most one of",
+        ),
+        (["{texts}/han.txt"], "which has many different characters: give --vocab-size "),
+        (["{texts}", "--max-mb", "much"], "argument --max-mb: invalid float value: 'much'; --help lists the options"),
     ],
 )
 def test_bad_input_gets_one_sentence(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
 ) -> None:
+    (texts / "han.txt").write_text("".join(map(chr, range(0x4E00, 0x5200))))
     output = ["--output", str(tmp_path / "text"), "--vocab-size", "400"]
-    assert prepare_data.main([*(word.format(texts=texts) for word in words), *output]) == 2
+    assert prepare_data.main([*output, *(word.format(texts=texts) for word in words)]) == 2
     told = capsys.readouterr().err
     assert sentence in told
+    assert "INTERNAL" not in told
     assert len(told.strip().splitlines()) == 1
     assert not list(tmp_path.glob("text.*"))
+
+
+def test_a_missing_output_gets_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare_data.main(["docs"]) == 2
+    told = capsys.readouterr().err
+    assert told == "prepare_data: the following arguments are required: --output; --help lists the options\n"
+
+
+def test_the_largest_size_that_is_told_can_be_trained(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--output", str(tmp_path / "text"), "--vocab-size"]
+    assert prepare_data.main([str(texts), *options, "9000"]) == 2
+    largest = capsys.readouterr().err.partition("at most one of ")[2].partition(":")[0]
+    files = prepare_data.find_files([texts], [".py", ".md"])
+    prepare_data.train_tokenizer(files, prepare_data.parse_options([str(texts), *options, largest]))
+    assert (tmp_path / "text.model").is_file()
+
+
+def test_hidden_folders_and_caches_are_left_out_unless_named(texts: Path) -> None:
+    for name in (".git", ".venv/lib", "__pycache__", "deep/.cache"):
+        (texts / name).mkdir(parents=True)
+        (texts / name / "hidden.py").write_text("x")
+    found = [str(file.relative_to(texts)) for file in prepare_data.find_files([texts], [".py"])]
+    assert found == ["a.py", "deep/b.py", "empty.py"]
+    assert prepare_data.find_files([texts / ".venv"], [".py"]) == [texts / ".venv/lib/hidden.py"]
 
 
 def test_the_limit_stops_before_the_file_that_exceeds_it(texts: Path) -> None:
