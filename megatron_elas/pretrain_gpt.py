@@ -5,6 +5,7 @@ Takes all arguments of Megatron 0.19's pretrain_gpt.py, the group "elastic", and
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import time
@@ -39,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ElasticError as error:
         if error.exit_code is ExitCode.CRASHED:
             raise
-        if os.environ.get("RANK", "0") == "0":
-            print(f"megatron_elas: {error}", file=sys.stderr, flush=True)
+        _tell_once(f"megatron_elas: {error}")
         return int(error.exit_code)
     except SystemExit as stop:
         return _status(stop)
@@ -72,6 +72,24 @@ def preload() -> PlatformName:
 
     gpt_run.attach(platform)
     return platform
+
+
+def _tell_once(sentence: str) -> None:
+    """Say what is wrong with the job, once; all workers find the same.
+
+    Under elasrun the first worker of a node to come here speaks, and the others wait until it has: the first one to
+    exit makes elasrun end the rest. Under other launchers the first rank speaks.
+    """
+    run_dir = os.environ.get("ELAS_RUN_DIR")
+    if run_dir is None:
+        if os.environ.get("RANK", "0") == "0":
+            print(sentence, file=sys.stderr, flush=True)
+        return
+    with open(os.path.join(run_dir, "told"), "a") as told:
+        fcntl.flock(told, fcntl.LOCK_EX)
+        if told.tell() == 0:
+            print(sentence, file=sys.stderr, flush=True)
+            told.write(sentence)
 
 
 def _load_worker() -> Any:

@@ -112,12 +112,12 @@ def prepare(options: argparse.Namespace) -> None:
             train_tokenizer(files, options)
         num_tokens = encode(files, options)
         with replaced(with_ending(options.output, ".args")) as path:
-            path.write_text("\n".join(training_flags(options)) + "\n", encoding="utf-8")
+            path.write_text("\n".join(training_flags(options, len(files))) + "\n", encoding="utf-8")
         with replaced(with_ending(options.output, ".manifest.json")) as path:
             path.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         seconds = time.monotonic() - started_s
         print(f"{options.output}: {len(files)} documents, {num_tokens} tokens, in {seconds:.1f} s")
-    print(" ".join(training_flags(options)))
+    print(" ".join(training_flags(options, len(files))))
 
 
 # ---------------------------------------------------------------- input
@@ -299,9 +299,13 @@ def encode(files: Sequence[Path], options: argparse.Namespace) -> int:
     return num_tokens
 
 
-def training_flags(options: argparse.Namespace) -> list[str]:
+def training_flags(options: argparse.Namespace, num_documents: int) -> list[str]:
     """The flags that train on the result."""
+    # Megatron's default split, 969,30,1, leaves no document for testing below 1000, and looking for samples in an
+    # empty split never ends.
+    split = [] if num_documents >= 1000 else ["--split 100,0,0"]
     return [
+        *split,
         f"--data-path {shlex.quote(str(options.output.resolve()))}",
         f"--tokenizer-type {options.tokenizer_type}",
         f"--tokenizer-model {shlex.quote(str(tokenizer_path(options).resolve()))}",

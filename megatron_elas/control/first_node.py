@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import os
 import socket
 import time
@@ -22,6 +23,8 @@ from megatron_elas.control.run_dir import make_run_dir, write_job_file
 from megatron_elas.control.service import ControlService
 from megatron_elas.control.signals import handling_signals
 from megatron_elas.spec.errors import BadUsage
+
+logger = logging.getLogger(__name__)
 
 
 async def run_first_node(options: LaunchOptions) -> EndJob:
@@ -110,11 +113,15 @@ class FirstNode:
             self._agent.obey(order)
 
     def _show(self, recovery: ShowRecovery) -> None:
-        print(recovery.text, flush=True)
-        if self._options.log_dir is not None:
-            head = {"event": "recovery", "epoch": recovery.epoch, "time_s": time.time()}
-            with (self._options.log_dir / "events.jsonl").open("a") as file:
-                file.write(json.dumps({**head, **recovery.facts, **recovery.phases_ms}) + "\n")
+        """Tell of a recovery. A full disk or a terminal that is gone must not end the job that has just recovered."""
+        try:
+            print(recovery.text, flush=True)
+            if self._options.log_dir is not None:
+                head = {"event": "recovery", "epoch": recovery.epoch, "time_s": time.time()}
+                with (self._options.log_dir / "events.jsonl").open("a") as file:
+                    file.write(json.dumps({**head, **recovery.facts, **recovery.phases_ms}) + "\n")
+        except OSError as error:
+            logger.warning("the recovery of epoch %d could not be written down: %s", recovery.epoch, error)
 
 
 def _explain_no_port(options: LaunchOptions, host: str, error: OSError) -> str:

@@ -184,11 +184,12 @@ def recovered(state: Resuming, report: RecoveryReport) -> Step:
 def _run_if_recovered(state: Resuming) -> Step:
     if not state.reports.keys() >= set(state.roster.survivors):
         return state, ()
-    running = Running(roster=state.roster, plan=state.plan)
+    running, goodbyes = _let_spares_go(Running(roster=state.roster, plan=state.plan))
     reports = [state.reports[worker] for worker in sorted(state.reports)]
     if not reports:
-        return running, (Note(text=f"epoch {state.epoch}: every survivor finished"),)
+        return running, (Note(text=f"epoch {state.epoch}: every survivor finished"), *goodbyes)
     return running, (
+        *goodbyes,
         ShowRecovery(
             epoch=state.epoch,
             text=format_block(state.outage, state.plan, reports, state.plan_s),

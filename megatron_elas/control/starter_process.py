@@ -80,8 +80,9 @@ class StarterProcess:
         return bool(data)
 
     def _start(self, request: StartWorker) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # None when elasrun was started with it closed
+                stream.flush()
         starter_pid = os.getpid()
         pid = os.fork()
         if pid == 0:

@@ -12,8 +12,9 @@ from megatron_elas.spec.report import Holding, SettleReport
 def settle(reports: Sequence[SettleReport], plans: Mapping[int, ElasticPlan]) -> Settlement:
     """Pick the newest version that every survivor and every lost worker's backup holds.
 
-    Layouts are tried from the newest that all survivors hold: after a second fault during a
-    recovery some may already have the new layout while others only have the old one.
+    Layouts are tried from the newest that all survivors hold who had a seat in it: after a second fault
+    during a recovery some may already have the new layout while others only have the old one. A spare
+    holds nothing that counts, so a spare that is behind is in nobody's way.
 
     Args:
         reports: One per survivor (spares included), all of the same epoch.
@@ -22,18 +23,22 @@ def settle(reports: Sequence[SettleReport], plans: Mapping[int, ElasticPlan]) ->
     Raises:
         StateInvalid: No version is complete; the text names what is missing.
     """
-    layouts = [{holding.epoch: holding for holding in report.holdings} for report in reports]
-    shared = set(layouts[0]).intersection(*layouts[1:])
+    layouts = {report.worker: {holding.epoch: holding for holding in report.holdings} for report in reports}
+    shared = {
+        epoch
+        for epoch in set().union(*layouts.values())
+        if all(epoch in held or plans[epoch].placement.find_seat(worker) is None for worker, held in layouts.items())
+    }
     reasons = []
     for epoch in sorted(shared, reverse=True):
-        holdings = {report.worker: layout[epoch] for report, layout in zip(reports, layouts, strict=True)}
+        holdings = {worker: held[epoch] for worker, held in layouts.items() if epoch in held}
         version, reason = _newest_complete(holdings, plans[epoch])
         if version is not None:
             lead = max(report.activity for report in reports)
             return Settlement(base_epoch=epoch, resume_step=version, lead_activity=lead)
         reasons.append(f"layout of epoch {epoch}: {reason}")
     if not shared:
-        seen = {report.worker: sorted(layout) for report, layout in zip(reports, layouts, strict=True)}
+        seen = {worker: sorted(held) for worker, held in layouts.items()}
         reasons.append(f"survivors share no layout (epochs held by worker: {seen})")
     raise StateInvalid(
         f"no step's state is whole on the survivors: {'; '.join(reasons)}. "

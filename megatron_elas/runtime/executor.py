@@ -59,8 +59,12 @@ class Executor:
         self._strike = strike
         self._known = set(state.plan.placement.workers)
 
-    def apply(self, order: Order) -> RecoveryReport:
+    def apply(self, order: Order, loop_step: int) -> RecoveryReport:
         """Take the state to ``order.settlement.resume_step`` under ``order.plan``.
+
+        Args:
+            order: What to do.
+            loop_step: The step that this worker's training loop is in; names the place for fault scripts.
 
         Returns:
             Marks of the phases done here and the bytes sent.
@@ -78,7 +82,8 @@ class Executor:
         if self._control.latest_epoch > plan.epoch:  # announced before adopt(), so its cancel was undone
             raise EpochChanged(f"epoch {self._control.latest_epoch} was announced before epoch {plan.epoch} began")
         self.lead_activity = settlement.lead_activity
-        base_plan, base = state.stores[settlement.base_epoch]
+        # A spare that was behind may not have the layout; it holds nothing of it either.
+        base_plan, base = state.stores.get(settlement.base_epoch, (plan, None))
         for epoch in [e for e in state.stores if e != settlement.base_epoch]:
             del state.stores[epoch]
         state.plan = plan
@@ -87,7 +92,7 @@ class Executor:
             self._host.clear_step()
         marks["groups"] = time.time()
 
-        self._strike(settlement.resume_step, "recovery", None)
+        self._strike(loop_step, "recovery", None)
         store, moved_bytes = self._restore(base_plan, base, plan, settlement.resume_step, alive)
         marks["restore"] = time.time()
         if store is None:

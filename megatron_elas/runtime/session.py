@@ -269,7 +269,7 @@ class Session:
                 holdings=holdings,
             )
         )
-        report = executor.apply(control.wait_recover(announcement.epoch))
+        report = executor.apply(control.wait_recover(announcement.epoch), step)
         report.marks_s["quiesce"] = unwound_s
         self._lead = max(self._lead, executor.lead_activity)
         seated = state.stores[state.plan.epoch][1] is not None

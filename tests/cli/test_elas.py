@@ -52,9 +52,13 @@ def test_without_a_job_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def publish(run_dir: Path, run_id: str, port: int, command: Sequence[str] = ("train.py", "--x")) -> None:
-    address = f"ws://127.0.0.1:{port}"
-    write_job_file(run_dir, JobFile(run_id=run_id, started_s=1.0, address=address, token=TOKEN, command=tuple(command)))
+def publish(
+    run_dir: Path, run_id: str, port: int, command: Sequence[str] = ("train.py", "--x"), started_s: float = 1.0
+) -> None:
+    job = JobFile(
+        run_id=run_id, started_s=started_s, address=f"ws://127.0.0.1:{port}", token=TOKEN, command=tuple(command)
+    )
+    write_job_file(run_dir, job)
 
 
 def test_of_several_jobs_none_is_struck_unless_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +71,7 @@ def test_of_several_jobs_none_is_struck_unless_it_is_named(capsys: pytest.Captur
     ):
         port = int(served.address.rpartition(":")[2])
         publish(one, "abc1", port)
-        publish(two, "abd2", 1, ["-m", "other", *["--long"] * 100])
+        publish(two, "abd2", 1, ["-m", "other", *["--long"] * 100], started_s=2.0)
         for arguments in (["status"], ["inject", fault], ["inject", fault, "--job", "ab"]):
             assert elas.main(arguments) == 2
             [line] = capsys.readouterr().err.splitlines()

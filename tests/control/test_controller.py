@@ -615,3 +615,15 @@ def test_spares_are_let_go_when_every_worker_with_a_seat_has_finished() -> None:
     ]
     running.send(exited(0, 0), exited(1, 0), exited(2, 0))
     assert isinstance(running.state, Ended) and running.state.exit_code == ExitCode.FINISHED
+
+
+def test_a_spare_that_recovers_after_everybody_else_has_finished_is_let_go_too() -> None:
+    running = Director(make_job(pipeline=1, data=3, tensor=2)).start()
+    old = plan_of(running)
+    running.send(exited(0, -9))
+    running.settle(1, [1, 2, 3, 4, 5], old)
+    running.recover(1, [2, 3, 4, 5], first_step=101.0)
+    for worker in (2, 3, 4, 5):
+        running.send(Finished(worker=worker), exited(worker, 0))
+    commands = running.recover(1, [1], restore=101.0)
+    assert [(workers, message.exit_code) for workers, message in told(commands, Stop)] == [((1,), ExitCode.FINISHED)]
