@@ -106,7 +106,8 @@ def train(work: Path, name: str, data: list[str], options: argparse.Namespace, m
 
 def run(command: list[str]) -> list[str]:
     """Run a command, show what matters of its output, and give all of it. Ends the demonstration if it fails."""
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONWARNINGS": "ignore"}
+    # On a machine with an accelerator too: elasticity runs on CPUs today.
+    environment = {"MEGATRON_ELAS_PLATFORM": "cpu", **os.environ, "PYTHONPATH": str(REPO), "PYTHONWARNINGS": "ignore"}
     lines = []
     with subprocess.Popen(
         command, env=environment, cwd=REPO, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
