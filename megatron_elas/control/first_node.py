@@ -114,14 +114,21 @@ class FirstNode:
 
     def _show(self, recovery: ShowRecovery) -> None:
         """Tell of a recovery. A full disk or a terminal that is gone must not end the job that has just recovered."""
-        try:
-            print(recovery.text, flush=True)
-            if self._options.log_dir is not None:
-                head = {"event": "recovery", "epoch": recovery.epoch, "time_s": time.time()}
-                with (self._options.log_dir / "events.jsonl").open("a") as file:
-                    file.write(json.dumps({**head, **recovery.facts, **recovery.phases_ms}) + "\n")
-        except OSError as error:
-            logger.warning("the recovery of epoch %d could not be written down: %s", recovery.epoch, error)
+        for write in (_print_recovery, self._log_recovery):
+            try:
+                write(recovery)
+            except OSError as error:
+                logger.warning("the recovery of epoch %d could not be written down: %s", recovery.epoch, error)
+
+    def _log_recovery(self, recovery: ShowRecovery) -> None:
+        if self._options.log_dir is not None:
+            head = {"event": "recovery", "epoch": recovery.epoch, "time_s": time.time()}
+            with (self._options.log_dir / "events.jsonl").open("a") as file:
+                file.write(json.dumps({**head, **recovery.facts, **recovery.phases_ms}) + "\n")
+
+
+def _print_recovery(recovery: ShowRecovery) -> None:
+    print(recovery.text, flush=True)
 
 
 def _explain_no_port(options: LaunchOptions, host: str, error: OSError) -> str:

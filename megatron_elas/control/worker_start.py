@@ -91,5 +91,6 @@ def _end(status: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's non-daemon threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        if stream is not None:  # None when elasrun was started with it closed
+            stream.flush()
     os._exit(status)

@@ -333,6 +333,36 @@ def test_a_job_that_loses_a_worker_goes_on_with_the_others(fault: str, reason: s
     assert sum(values[:-1]) == pytest.approx(values[-1], abs=1e-6)
 
 
+def run_toy_into(stdout: int | None, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """The toy job with a loss, its output going to this descriptor; None: closed."""
+    command = [
+        sys.executable, "-m", "megatron_elas.cli.elasrun", "--nproc-per-node=4", f"--log-dir={tmp_path}", *FAST, TOY,
+        "2", "2", "1", "kill:worker=3@step=5,phase=between",
+    ]  # fmt: skip
+    closing = ["sh", "-c", 'exec "$@" >&-', "sh"] if stdout is None else []
+    return subprocess.run(
+        [*closing, *command], stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False
+    )
+
+
+def test_a_recovery_that_cannot_be_printed_ends_no_job_and_is_logged_all_the_same(tmp_path: Path) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        ran = run_toy_into(full, tmp_path)
+    finally:
+        os.close(full)
+    assert ran.returncode == 0, ran.stderr
+    assert "the recovery of epoch 1 could not be written down: [Errno 28]" in ran.stderr
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_job_whose_output_is_closed_runs_and_recovers(tmp_path: Path) -> None:
+    ran = run_toy_into(None, tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1
+
+
 def test_a_recovery_is_logged_with_who_was_lost_and_where_the_others_are_now(tmp_path: Path) -> None:
     outcome = elasrun(
         "--nproc-per-node=4", f"--log-dir={tmp_path}", *FAST, TOY, "2", "2", "1", "kill:worker=3@step=5,phase=between"
