@@ -107,7 +107,8 @@ class Worker:
 
     def crash(self, error: Exception) -> None:
         """Leave because of an error that may be this worker's alone; the others may go on."""
-        self._port.crashed(self.attachment.next_step, f"{type(error).__name__}: {error}")
+        assert self._session is not None
+        self._port.crashed(self._session.next_step, f"{type(error).__name__}: {error}")
         self._close()
 
     def _close(self) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from megatron_elas.host.data import SeekableLoader
 from megatron_elas.host.optimizer import OptimizerFactory
 from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.host.sample_log import SampleLog
@@ -34,10 +34,9 @@ class Attachment:
     samples: list[int] = field(default_factory=list)
     """Sample ids that this worker has read for the step under way."""
     factory: OptimizerFactory | None = None
-    loaders: dict[str, Any] = field(default_factory=dict)
-    """SeekableLoader by split: train, valid, test."""
+    train_loader: SeekableLoader | None = None
+    """None on workers that read no data."""
     host: MegatronHost | None = None
-    next_step: int = 0
 
 
 _current: list[Attachment] = []

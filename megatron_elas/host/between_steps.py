@@ -26,7 +26,7 @@ def wrap_evaluate(original: Any) -> Any:
         loader = getattr(data_iterator, "iterable", None)
 
         def body() -> Any:
-            attached.strike(attached.next_step - 1, "evaluate", None)
+            attached.strike(attached.session.next_step - 1, "evaluate", None)
             margs.consumed_valid_samples = consumed
             if loader is not None:
                 loader.seek(loader.mark)

@@ -57,7 +57,6 @@ def layer_buckets(params: Sequence[FlatParameter], replicas: int, align: int = 6
         params: In the order of ``named_parameters()``.
         replicas: How many share the buckets at first.
         align: Parameters start at multiples of it (in elements).
-
     """
     index: dict[Any, tuple[int, int, int]] = {}
     buckets: list[tuple[int, int]] = []

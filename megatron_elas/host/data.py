@@ -73,8 +73,7 @@ class SeekableLoader:
         self._num_samples = len(dataset)
         self._micro_batch_size = micro_batch_size
         self._items = items
-        self.batch_size = batch_size
-        """Samples per global batch."""
+        self._batch_size = batch_size
         self._make_loader = make_loader
         self._observe = observe
         self.mark = consumed
@@ -96,12 +95,12 @@ class SeekableLoader:
     def __next__(self) -> Any:
         items = self._items()
         if self._position == len(items):
-            self._consumed += self.batch_size
+            self._consumed += self._batch_size
             self._position = 0
         ids = sample_ids(self._consumed, items[self._position], self._micro_batch_size)
         if self._stream is None:
             sampler = _PlanSampler(
-                self._items, self._consumed, self.batch_size, self._micro_batch_size, self._num_samples
+                self._items, self._consumed, self._batch_size, self._micro_batch_size, self._num_samples
             )
             self._stream = iter(self._make_loader(sampler))
             for _ in range(self._position):

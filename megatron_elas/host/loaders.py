@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron_elas.host.attachment import Attachment, attachment
 from megatron_elas.host.data import SeekableLoader
-from megatron_elas.planner.plan import share_items
 
 
 def wrap_data_loaders(original: Any) -> Any:
@@ -23,42 +23,37 @@ def wrap_data_loaders(original: Any) -> Any:
         train, valid, test = original(build_train_valid_test_datasets_provider)
         train_sizes = args.micro_batch_size, args.global_batch_size
         eval_sizes = args.eval_micro_batch_size, args.eval_global_batch_size
-        train = _make_seekable(attached, "train", train, *train_sizes, args.consumed_train_samples)
+        attached.train_loader = _make_seekable(
+            attached, train, *train_sizes, args.consumed_train_samples, attached.samples.extend
+        )
         if valid is not None:
-            valid = [_make_seekable(attached, "valid", v, *eval_sizes, args.consumed_valid_samples) for v in valid]
-        test = _make_seekable(attached, "test", test, *eval_sizes, 0)
-        return train, valid, test
+            valid = [_make_seekable(attached, v, *eval_sizes, args.consumed_valid_samples) for v in valid]
+        test = _make_seekable(attached, test, *eval_sizes, 0)
+        return attached.train_loader, valid, test
 
     return build_train_valid_test_data_loaders
 
 
 def _make_seekable(
-    attached: Attachment, split: str, stock: Any, micro_batch_size: int, batch_size: int, consumed: int
-) -> Any:
+    attached: Attachment,
+    stock: Any,
+    micro_batch_size: int,
+    batch_size: int,
+    consumed: int,
+    observe: Callable[[tuple[int, ...]], None] | None = None,
+) -> SeekableLoader | None:
     """A loader over the same dataset that follows the plan; None for None."""
     if stock is None:
         return None
-    num_items = batch_size // micro_batch_size
-
-    def items() -> tuple[int, ...]:
-        plan, seat = attached.route.plan, attached.route.seat
-        if split == "train":
-            return plan.items[seat.stage][seat.cell]
-        return share_items(num_items, len(plan.placement.stages[seat.stage]))[seat.cell]
-
-    def observe(ids: tuple[int, ...]) -> None:
-        attached.samples.extend(ids)
-
-    attached.loaders[split] = SeekableLoader(
+    return SeekableLoader(
         dataset=stock.dataset,
         micro_batch_size=micro_batch_size,
         batch_size=batch_size,
         consumed=consumed,
-        items=items,
+        items=lambda: attached.route.items_for(batch_size // micro_batch_size),
         make_loader=functools.partial(_like, stock),
-        observe=observe if split == "train" else None,
+        observe=observe,
     )
-    return attached.loaders[split]
 
 
 def _like(stock: Any, batch_sampler: Any) -> Any:

@@ -42,15 +42,16 @@ def shard_layouts(model: Sequence[Any], members: Sequence[int]) -> dict[int, Sha
 
 
 class ShardAccess:
-    """Reads and writes the optimizer state of this worker's shard."""
+    """Reads and writes the optimizer state of this worker's shard, until an optimizer of the chain is replaced."""
 
     def __init__(self, model: Sequence[Any], optimizer: Any) -> None:
-        self._model = model
         self._chained = optimizer
+        self._pieces = tuple(_find_pieces(model, optimizer))
+        """(piece, inner optimizer, fp32 master of the piece): found once, read in every step."""
 
     def layout(self) -> ShardLayout:
         """What the optimizer in use owns, in flat order."""
-        return ShardLayout(pieces=tuple(piece for piece, _, _ in self._pieces()))
+        return ShardLayout(pieces=tuple(piece for piece, _, _ in self._pieces))
 
     @torch.no_grad()
     def read(self, flat: torch.Tensor) -> None:
@@ -60,7 +61,7 @@ class ShardAccess:
         step = 0.0
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for piece, inner, main in self._pieces():
+        for piece, inner, main in self._pieces:
             span = slice(position, position + piece.numel)
             state = inner.state.get(main, {})
             targets.append(slots[0, span])
@@ -83,7 +84,7 @@ class ShardAccess:
         slots = flat[:-1].view(len(SLOTS), -1)
         step = float(flat[-1])
         position = 0
-        for piece, inner, main in self._pieces():
+        for piece, inner, main in self._pieces:
             span = slice(position, position + piece.numel)
             main.view(-1).copy_(slots[0, span])
             if step == 0:
@@ -110,19 +111,20 @@ class ShardAccess:
         groups = (g for o in self._chained.chained_optimizers for g in o.optimizer.param_groups)
         return float(max((g.get("step") or 0 for g in groups), default=0))
 
-    def _pieces(self) -> Iterator[tuple[Piece, Any, torch.Tensor]]:
-        """(piece, inner optimizer, fp32 master of the piece), in the order of ``shard_layouts``."""
-        name_of = {param: name for name, param in named_parameters(self._model)}
-        for optimizer in self._chained.chained_optimizers:
-            found = []
-            for param, (gbuf, _, bucket) in optimizer.model_param_gbuf_map.items():
-                owned = optimizer._get_model_param_range_map(param)
-                group, order = optimizer.model_param_group_index_map[param]
-                main = optimizer.optimizer.param_groups[group]["params"][order]
-                piece = Piece(name=name_of[param], start=owned["param"].start, stop=owned["param"].end)
-                found.append((gbuf, bucket, owned["gbuf_world"].start, piece, main))
-            for *_, piece, main in sorted(found, key=lambda entry: entry[:3]):
-                yield piece, optimizer.optimizer, main
+
+def _find_pieces(model: Sequence[Any], chained: Any) -> Iterator[tuple[Piece, Any, torch.Tensor]]:
+    """(piece, inner optimizer, fp32 master of the piece), in the order of ``shard_layouts``."""
+    name_of = {param: name for name, param in named_parameters(model)}
+    for optimizer in chained.chained_optimizers:
+        found = []
+        for param, (gbuf, _, bucket) in optimizer.model_param_gbuf_map.items():
+            owned = optimizer._get_model_param_range_map(param)
+            group, order = optimizer.model_param_group_index_map[param]
+            main = optimizer.optimizer.param_groups[group]["params"][order]
+            piece = Piece(name=name_of[param], start=owned["param"].start, stop=owned["param"].end)
+            found.append((gbuf, bucket, owned["gbuf_world"].start, piece, main))
+        for *_, piece, main in sorted(found, key=lambda entry: entry[:3]):
+            yield piece, optimizer.optimizer, main
 
 
 class OptimizerFactory:
@@ -142,7 +144,7 @@ class OptimizerFactory:
         self._calls.append({**call, "param_groups": _copy_groups(call["param_groups"])})
         return self._build(**call)
 
-    def rebuild(self, model: Sequence[Any], chained: Any) -> None:
+    def rebuild(self, chained: Any) -> None:
         """Put new optimizers, empty of state, into the chain that everybody holds."""
         fresh = []
         for call, old in zip(self._calls, chained.chained_optimizers, strict=True):

@@ -41,17 +41,23 @@ class Route:
 
         A training step has the plan's number; an evaluation may have another and is dealt round.
         """
-        stages = self.plan.placement.stages
         self.num_items = num_items
-        if num_items == self.plan.num_items:
-            self._table = self.plan.items
-        else:
-            self._table = tuple(share_items(num_items, len(stage)) for stage in stages)
         self._cell_of = [
-            {item: cell for cell, items in enumerate(stage_items) for item in items} for stage_items in self._table
+            {item: cell for cell, items in enumerate(self._deal(num_items, stage)) for item in items}
+            for stage in range(self.plan.placement.num_stages)
         ]
-        self.items = self._table[self.seat.stage][self.seat.cell]
+        self.items = self.items_for(num_items)
         return self.items
+
+    def items_for(self, num_items: int) -> tuple[int, ...]:
+        """This cell's micro-batches of a pass over ``num_items``, in order, whatever pass is under way."""
+        return self._deal(num_items, self.seat.stage)[self.seat.cell]
+
+    def _deal(self, num_items: int, stage: int) -> tuple[tuple[int, ...], ...]:
+        """Micro-batches of every cell of a stage."""
+        if num_items == self.plan.num_items:
+            return self.plan.items[stage]
+        return share_items(num_items, len(self.plan.placement.stages[stage]))
 
     def host_of(self, stage: int, item: int) -> int:
         """The worker of ``stage``, in this worker's lane, that runs ``item``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machin
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.training import get_args, get_timers
 
+from megatron_elas.host.data import SeekableLoader
 from megatron_elas.host.groups import edit_groups, write_globals
 from megatron_elas.host.model import clear_communication, fit_buffers, hash_parameters, named_parameters, sum_gradients
 from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess, shard_layouts
@@ -53,7 +54,7 @@ class MegatronHost:
         model: Sequence[Any],
         optimizer: Any,
         scheduler: Any,
-        train_loader: Callable[[], Any | None],
+        train_loader: SeekableLoader | None,
         first_step: int,
     ) -> None:
         self._worker = worker
@@ -80,7 +81,7 @@ class MegatronHost:
 
     def begin_step(self, step: int, data_iterator: Any) -> None:
         """Bring the data to the start of the step. Called before every run of a step."""
-        loader = self._train_loader()
+        loader = self._train_loader
         if loader is not None and self._realign:
             loader.seek(self.consumed_samples(step))
             data_iterator.advance()
@@ -130,7 +131,8 @@ class MegatronHost:
     def rebuild(self) -> None:
         """See Host."""
         fit_buffers(self._model)
-        self._factory.rebuild(self._model, self._optimizer)
+        self._factory.rebuild(self._optimizer)
+        self._access = ShardAccess(self._model, self._optimizer)
 
     def begin_activity(self) -> None:
         """See Host."""

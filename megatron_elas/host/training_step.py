@@ -48,9 +48,7 @@ def wrap_train_step(original: Any) -> Any:
                 attached.sample_log.write(plan.epoch, step, seat.stage, attached.samples)
             return outcome
 
-        outcome = attached.session.run_step(iteration, body)
-        attached.next_step = iteration + 1
-        return outcome
+        return attached.session.run_step(iteration, body)
 
     return train_step
 
@@ -67,7 +65,7 @@ def _make_host(attached: Attachment, model: Any, optimizer: Any, scheduler: Any,
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        train_loader=lambda: attached.loaders.get("train"),
+        train_loader=attached.train_loader,
         first_step=first_step,
     )
 

@@ -95,21 +95,15 @@ class Executor:
         self._strike(loop_step, "recovery", None)
         store, moved_bytes = self._restore(base_plan, base, plan, settlement.resume_step, alive)
         marks["restore"] = time.time()
-        if store is None:
-            state.stores[plan.epoch] = (plan, None)
-            state.live = None
-            return RecoveryReport(
-                worker=state.worker, epoch=plan.epoch, resume_step=settlement.resume_step, marks_s=marks,
-                moved_bytes=moved_bytes,
-            )  # fmt: skip
-        self._rebuild(plan, store, settlement.resume_step)
-        marks["rebuild"] = time.time()
-        self._replicator.start(store, settlement.resume_step)
-        self._replicator.wait()
-        self._verify(plan, settlement.resume_step)
+        if store is not None:
+            self._rebuild(plan, store, settlement.resume_step)
+            marks["rebuild"] = time.time()
+            self._replicator.start(store, settlement.resume_step)
+            self._replicator.wait()
+            self._verify(plan, settlement.resume_step)
+            marks["verify"] = time.time()
         state.stores[plan.epoch] = (plan, store)
-        state.live = settlement.resume_step
-        marks["verify"] = time.time()
+        state.live = settlement.resume_step if store is not None else None
         return RecoveryReport(
             worker=state.worker, epoch=plan.epoch, resume_step=settlement.resume_step, marks_s=marks,
             moved_bytes=moved_bytes,

@@ -80,6 +80,11 @@ class Session:
         return self._state.plan if self._state is not None else self._plan
 
     @property
+    def next_step(self) -> int:
+        """The step that the training loop is in, or about to enter."""
+        return self._next_step
+
+    @property
     def attached(self) -> bool:
         """Whether training has begun here, so that a loss can be recovered from."""
         return self._state is not None

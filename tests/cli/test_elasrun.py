@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import pytest
 
 from megatron_elas.cli.launch_flags import TIMEOUT_HELP, build_parser
 from megatron_elas.config import ControlTimeouts
-from tests.cli.launcher import FAST, TOY, WAIT_S, elasrun, launched, wait_gone, write_script
+from tests.cli.launcher import FAST, TOY, WAIT_S, Job, elasrun, launched, wait_gone, write_script
 
 pytestmark = pytest.mark.process
 
@@ -425,7 +427,9 @@ def test_a_worker_killed_from_outside_is_recovered_from() -> None:
     assert outcome.code == 0 and outcome.out.count("goes on") == 3, outcome
 
 
-def test_a_job_of_two_nodes_survives_the_death_of_one(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def two_nodes() -> Iterator[tuple[Job, Job]]:
+    """A toy job on two nodes, all of whose workers have started."""
     common = ("--nnodes=2", "--nproc-per-node=2", f"--rdzv-endpoint={free_endpoint()}", *FAST)
     environ = {"ELAS_TOKEN": "a secret of two nodes"}
     with (
@@ -434,6 +438,11 @@ def test_a_job_of_two_nodes_survives_the_death_of_one(tmp_path: Path) -> None:
     ):
         first.wait_for("starts", 2)
         second.wait_for("starts", 2)
+        yield first, second
+
+
+def test_a_job_of_two_nodes_survives_the_death_of_one(tmp_path: Path) -> None:
+    with two_nodes() as (first, second):
         processes = second.descendants()
         second.process.kill()
         outcome = first.finish()
@@ -492,14 +501,7 @@ def test_a_node_with_another_secret_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_node_that_is_asked_to_leave_is_recovered_from() -> None:
-    common = ("--nnodes=2", "--nproc-per-node=2", f"--rdzv-endpoint={free_endpoint()}", *FAST)
-    environ = {"ELAS_TOKEN": "a secret of two nodes"}
-    with (
-        launched(*common, "--node-rank=1", TOY, "1", "4", "2", environ=environ) as second,
-        launched(*common, "--node-rank=0", TOY, "1", "4", "2", environ=environ) as first,
-    ):
-        first.wait_for("starts", 2)
-        second.wait_for("starts", 2)
+    with two_nodes() as (first, second):
         second.process.terminate()
         assert second.finish().code == 143
         outcome = first.finish()
