@@ -13,6 +13,7 @@ from megatron_elas.host.training import MegatronHost
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.ports import FaultPoint
 from megatron_elas.runtime.session import Session
+from megatron_elas.runtime.transport.base import Transport
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Placement
 
@@ -26,6 +27,7 @@ class Attachment:
     initial: Placement
     session: Session
     communicator: Communicator
+    transport: Transport
     route: Route
     pipeline: RoutedPipeline
     counter: PassCounter

@@ -7,6 +7,7 @@ which is made before Megatron would make it.
 from __future__ import annotations
 
 from megatron_elas.host.between_steps import wrap_evaluate, wrap_save_checkpoint
+from megatron_elas.host.gradients import wrap_finalize_gradients, wrap_tied_embedding_reduce
 from megatron_elas.host.loaders import wrap_data_loaders
 from megatron_elas.host.optimizer_layout import (
     layer_layout,
@@ -67,6 +68,20 @@ ROWS = (
         "(input_tensor, output_tensor, output_tensor_grad, config)",
         "counts backward passes for fault scripts",
         wrap_backward_step,
+    ),
+    wrap(
+        "elastic.finalize-gradients",
+        "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
+        "(model, num_tokens=None, pg_collection=None, force_all_reduce=False)",
+        "counts the tokens of the batch on the last stage's cells; a pipeline is one worker's view after a loss",
+        wrap_finalize_gradients,
+    ),
+    wrap(
+        "elastic.tied-embedding",
+        "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
+        "(model, config, embd_group=None, pp_group=None)",
+        "adds both ends' gradients slice by slice: after a loss they may be cut for different numbers of cells",
+        wrap_tied_embedding_reduce,
     ),
     wrap(
         "elastic.evaluate",

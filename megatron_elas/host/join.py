@@ -61,6 +61,7 @@ def join_megatron(
         initial=plan.placement,
         session=session,
         communicator=communicator,
+        transport=transport,
         route=route,
         pipeline=RoutedPipeline(core_transformer_config_from_args(args), route, transport),
         counter=PassCounter(strike),

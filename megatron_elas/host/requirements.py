@@ -20,7 +20,6 @@ def check_elastic_arguments(args: Any, platform: PlatformName) -> None:
             f"--elastic runs on the cpu platform only in this release (this machine has '{platform}'): the NCCL and "
             f"HCCL process groups come next; leave --elastic out to train as usual"
         )
-    pipeline = args.pipeline_model_parallel_size
     required = {"--use-distributed-optimizer": args.use_distributed_optimizer}
     for flag, given in required.items():
         if not given:
@@ -61,10 +60,6 @@ def check_elastic_arguments(args: Any, platform: PlatformName) -> None:
         "--iterations-to-skip": bool(args.iterations_to_skip),
         "--ddp-average-in-collective": args.ddp_average_in_collective,
         "--use-tp-pp-dp-mapping": args.use_tp_pp_dp_mapping,
-        "--calculate-per-token-loss with pipeline stages": args.calculate_per_token_loss and pipeline > 1,
-        "tied embeddings with pipeline stages (give --untie-embeddings-and-output-weights)": (
-            not args.untie_embeddings_and_output_weights and pipeline > 1
-        ),
     }
     for what, given in refused.items():
         if given:

@@ -8,3 +8,5 @@ MIGRATION = FIRST_FREE + 1
 """Shards on their way to new owners."""
 PIPELINE = FIRST_FREE + 2
 """Activations and their gradients."""
+TIED_GRADIENTS = FIRST_FREE + 3
+"""Gradients of a tied embedding, between the first and the last stage."""

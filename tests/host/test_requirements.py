@@ -24,8 +24,8 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "cuda_graph_impl": "none", "optimizer_cuda_graph": False, "non_persistent_ckpt_type": None, "optimizer": "adam",
         "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False, "async_save": False, "save": None,
         "ckpt_format": "torch_dist", "phase_transition_iterations": None, "iterations_to_skip": [],
-        "ddp_average_in_collective": False, "use_tp_pp_dp_mapping": False, "calculate_per_token_loss": False,
-        "untie_embeddings_and_output_weights": True, "exit_duration_in_mins": None, "exit_signal_handler": False,
+        "ddp_average_in_collective": False, "use_tp_pp_dp_mapping": False, 
+        "exit_duration_in_mins": None, "exit_signal_handler": False,
         "adlr_autoresume": False, "ckpt_assume_constant_structure": False,
     }  # fmt: skip
     assert changes.keys() <= values.keys()
@@ -53,8 +53,6 @@ def test_other_platforms_are_refused() -> None:
         ({"rampup_batch_size": [8, 8, 100]}, "--rampup-batch-size"),
         ({"fp16": True}, "--fp16"),
         ({"optimizer": "sgd"}, "--optimizer sgd"),
-        ({"untie_embeddings_and_output_weights": False}, "--untie-embeddings-and-output-weights"),
-        ({"calculate_per_token_loss": True}, "--calculate-per-token-loss"),
         ({"save": "x", "ckpt_format": "torch"}, "--ckpt-format torch"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers"),
     ],
@@ -64,12 +62,3 @@ def test_what_is_not_covered_is_named_with_its_flag(changes: dict[str, Any], wor
     with pytest.raises(BadUsage) as refusal:
         check_elastic_arguments(arguments(**changes), "cpu")
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
-
-
-def test_tied_embeddings_and_per_token_loss_are_fine_without_pipeline_stages() -> None:
-    check_elastic_arguments(
-        arguments(
-            pipeline_model_parallel_size=1, untie_embeddings_and_output_weights=False, calculate_per_token_loss=True
-        ),
-        "cpu",
-    )
