@@ -95,10 +95,17 @@ class Worker:
     def finish(self) -> None:
         """Leave after the end of training."""
         assert self._session is not None
-        self._session.finish()
+        unsaved = self.attachment.unsaved
+        self._session.finish(None if unsaved is None else lambda: self._report_unsaved(unsaved))
         for fault in self._faults.pending:
             logger.warning("fault %s never struck: training did not come to that place", fault)
         self._close()
+
+    def _report_unsaved(self, iteration: int) -> None:
+        self._port.failed(
+            int(ExitCode.NOT_SAVED),
+            f"training is done, but its last checkpoint, of iteration {iteration}, could not be saved (see above)",
+        )
 
     def fail(self, exit_code: int, sentence: str) -> None:
         """Leave, and have the controller end the job with this code."""

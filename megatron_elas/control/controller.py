@@ -27,6 +27,7 @@ from megatron_elas.control.messages import (
     PeerUnreachable,
     Recovered,
     Settled,
+    Unfinished,
     WorkerExited,
 )
 from megatron_elas.control.recovering import Training
@@ -88,6 +89,9 @@ def _worker_spoke(state: Gathering | Training, event: Event, now: float) -> Step
             return _lose(state, [event.worker], LossReason.SILENT, detail, now)
         case PeerUnreachable() if not isinstance(state, Gathering):
             return _peer_unreachable(state, event, now)
+        case Unfinished() if not isinstance(state, Gathering):
+            if event.worker in state.roster.survivors and event.epoch == state.epoch:
+                return recovering.leave_out(state, event, now)
         case Finished() if not isinstance(state, Gathering) and event.worker in state.roster.survivors:
             return recovering.worker_finished(state, event.worker)
         case Settled(report=report) if isinstance(state, Settling):

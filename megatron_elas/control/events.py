@@ -14,6 +14,7 @@ from megatron_elas.control.messages import (
     PeerUnreachable,
     Recovered,
     Settled,
+    Unfinished,
     WorkerExited,
 )
 from megatron_elas.spec.errors import ExitCode
@@ -77,6 +78,7 @@ Event = (
     | PlanRefused
     | Recovered
     | Settled
+    | Unfinished
     | Terminate
     | Tick
     | WorkerExited

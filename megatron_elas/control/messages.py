@@ -57,6 +57,14 @@ class PeerUnreachable(Message, kw_only=True):
     detail: str
 
 
+class Unfinished(Message, kw_only=True):
+    """The worker could not do its part of a joint activity that can be left out: all are to go on without it."""
+
+    worker: int
+    epoch: int
+    detail: str
+
+
 class Settled(Message, kw_only=True):
     """The worker has unwound to the step boundary."""
 
@@ -220,6 +228,7 @@ FromClient = (
     Hello
     | Heartbeat
     | PeerUnreachable
+    | Unfinished
     | Settled
     | Recovered
     | FaultFired

@@ -14,6 +14,7 @@ from megatron_elas.control.messages import (
     Recover,
     Recovered,
     Settled,
+    Unfinished,
 )
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 
@@ -38,6 +39,10 @@ class LinkPort:
     def peer_unreachable(self, epoch: int, peer: int, detail: str) -> None:
         """A link broke while in use."""
         self._link.send(PeerUnreachable(worker=self._worker, epoch=epoch, peer=peer, detail=detail))
+
+    def activity_failed(self, epoch: int, detail: str) -> None:
+        """Ask for a new epoch in which the activity under way is left out, since it failed here."""
+        self._link.send(Unfinished(worker=self._worker, epoch=epoch, detail=detail))
 
     def wait_quiesce(self, newer_than: int, *, idle: bool = False) -> Quiesce:
         """The latest announcement newer than ``newer_than``; an idle worker waits for as long as it takes."""

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_elas.control.commands import Command, MakePlan, Note, ShowRecovery, Tell, TellAgent
+from megatron_elas.control.crashes import shorten
 from megatron_elas.control.ending import Step, dismiss, finish, stop
-from megatron_elas.control.messages import KillWorker, Quiesce, Recover
+from megatron_elas.control.messages import KillWorker, Quiesce, Recover, Unfinished
 from megatron_elas.control.recovery_block import facts_of, find_slowest, format_block, phases_ms
 from megatron_elas.control.states import Outage, Resuming, Roster, Running, Settling
 from megatron_elas.planner.settle import settle
 from megatron_elas.spec.errors import ExitCode, StateInvalid
-from megatron_elas.spec.events import LossReason, WorkerLost
+from megatron_elas.spec.events import ActivityFailed, LossReason, WorkerLost
 from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 
@@ -45,15 +46,31 @@ def lose(state: Training, losses: Sequence[WorkerLost], now: float) -> Step:
             f"no worker is left, the last one {losses[-1].detail}: restart from the newest checkpoint",
         )
         return stopped, (*fences, *notes, *commands)
-    epoch, outage = state.epoch + 1, _extend_outage(state, losses)
+    settling, quiesce, planning = _begin_epoch(replace(state, roster=roster), losses, (), now)
+    return settling, (quiesce, *fences, planning, *notes)
+
+
+def leave_out(state: Training, event: Unfinished, now: float) -> Step:
+    """Start a new epoch with the same workers, in which what failed on one of them is not run again."""
+    failure = ActivityFailed(worker=event.worker, detail=shorten(event.detail), at_s=now)
+    note = Note(text=f"worker {event.worker} {failure.detail}; training goes on without it", warning=True)
+    settling, quiesce, planning = _begin_epoch(state, (), (failure,), now)
+    return settling, (quiesce, planning, note)
+
+
+def _begin_epoch(
+    state: Training, losses: Sequence[WorkerLost], failures: Sequence[ActivityFailed], now: float
+) -> tuple[Settling, Tell, MakePlan]:
+    """The state that waits for the survivors of the state's roster, and what they and the planner are told."""
+    roster, outage = state.roster, _extend_outage(state, losses, failures)
     settling = Settling(
         roster=roster,
-        epoch=epoch,
+        epoch=state.epoch + 1,
         outage=outage,
         deadline_s=now + roster.launch.timeouts.settle_timeout_s,
     )
-    quiesce = Tell(workers=roster.survivors, message=Quiesce(epoch=epoch, lost=outage.losses))
-    return settling, (quiesce, *fences, _ask_planner(settling), *notes)
+    quiesce = Tell(workers=roster.survivors, message=Quiesce(epoch=settling.epoch, lost=outage.losses))
+    return settling, quiesce, _ask_planner(settling)
 
 
 def _fence(roster: Roster, losses: Sequence[WorkerLost]) -> tuple[Command, ...]:
@@ -64,12 +81,13 @@ def _fence(roster: Roster, losses: Sequence[WorkerLost]) -> tuple[Command, ...]:
     )
 
 
-def _extend_outage(state: Training, losses: Sequence[WorkerLost]) -> Outage:
+def _extend_outage(state: Training, losses: Sequence[WorkerLost], failures: Sequence[ActivityFailed]) -> Outage:
     match state:
         case Running(plan=plan):
-            return Outage(began_in=plan.placement, plans={plan.epoch: plan}, losses=tuple(losses))
-        case Settling(outage=outage) | Resuming(outage=outage):
-            return replace(outage, losses=(*outage.losses, *losses))
+            outage = Outage(began_in=plan.placement, plans={plan.epoch: plan})
+        case Settling(outage=before) | Resuming(outage=before):
+            outage = before
+    return replace(outage, losses=(*outage.losses, *losses), failures=(*outage.failures, *failures))
 
 
 def _ask_planner(state: Settling) -> MakePlan:
@@ -170,6 +188,8 @@ def plan_refused(state: Settling, exit_code: ExitCode, sentence: str) -> Step:
 
 
 def _because(outage: Outage) -> str:
+    if not outage.losses:
+        return ", ".join(f"worker {failure.worker} {failure.detail}" for failure in outage.failures)
     who = ", ".join(f"worker {loss.worker} ({loss.detail})" for loss in outage.losses)
     return f"cannot go on without {who}"
 
@@ -193,7 +213,7 @@ def _run_if_recovered(state: Resuming) -> Step:
         ShowRecovery(
             epoch=state.epoch,
             text=format_block(state.outage, state.plan, reports, state.plan_s),
-            phases_ms=phases_ms(state.outage.losses, find_slowest(reports), state.plan_s),
+            phases_ms=phases_ms(state.outage, find_slowest(reports), state.plan_s),
             facts=facts_of(state.outage, state.plan, find_slowest(reports)),
         ),
     )

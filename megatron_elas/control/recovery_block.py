@@ -17,19 +17,18 @@ TENTHS_PER_S = 10_000
 """Times are printed in tenths of a millisecond."""
 
 
-def phases_ms(losses: Sequence[WorkerLost], report: RecoveryReport, plan_s: float) -> dict[str, float]:
+def phases_ms(outage: Outage, report: RecoveryReport, plan_s: float) -> dict[str, float]:
     """Length of every phase on one worker's time line, and their ``total``, in milliseconds.
 
     Boundaries are rounded, not lengths, so that what is printed adds up exactly.
 
     Args:
-        losses: What is recovered from; the earliest starts the clock.
+        outage: What is recovered from; its earliest event starts the clock.
         report: The worker's marks. A phase that it did not mark has no length of its own, and a mark
             that lies before the one of an earlier phase (clocks of two hosts) counts as that one.
         plan_s: The planner's time. The part of it that was hidden behind unwinding is not counted again.
     """
-    detected_s = min(loss.at_s for loss in losses)
-    started_s = min([detected_s, *(loss.fault_s for loss in losses if loss.fault_s is not None)])
+    detected_s, started_s = outage.detected_s, outage.struck_s
     marks = {**report.marks_s, "detect": detected_s}
     if "settle" in marks:
         unwound_s = marks.get("quiesce", detected_s)
@@ -52,7 +51,7 @@ def find_slowest(reports: Sequence[RecoveryReport]) -> RecoveryReport:
 def format_block(outage: Outage, plan: ElasticPlan, reports: Sequence[RecoveryReport], plan_s: float) -> str:
     """The whole block, without a newline at its end. ``reports`` holds at least one."""
     slowest = find_slowest(reports)
-    lengths = phases_ms(outage.losses, slowest, plan_s)
+    lengths = phases_ms(outage, slowest, plan_s)
     moved_bytes = sum(report.moved_bytes for report in reports)
     seated = plan.placement.workers
     since = "the fault" if any(loss.fault_s is not None for loss in outage.losses) else "it was noticed"
@@ -60,6 +59,7 @@ def format_block(outage: Outage, plan: ElasticPlan, reports: Sequence[RecoveryRe
         [
             f"---- recovered: epoch {plan.epoch} " + "-" * 60,
             *(_format_loss(outage, loss) for loss in outage.losses),
+            *(f"left out worker {failure.worker} {failure.detail}" for failure in outage.failures),
             f"before   {outage.began_in.describe()}",
             f"now      {plan.placement.describe()}",
             f"resumed  step {slowest.resume_step} on {len(seated)} of {len(outage.began_in.workers)} workers, "
@@ -77,6 +77,7 @@ def facts_of(outage: Outage, plan: ElasticPlan, report: RecoveryReport) -> dict[
     """
     return {
         "lost": [_loss_facts(outage, loss) for loss in outage.losses],
+        "left_out": [{"worker": failure.worker, "detail": failure.detail} for failure in outage.failures],
         "before": outage.began_in.describe(),
         "after": plan.placement.describe(),
         "resume_step": report.resume_step,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from megatron_elas.config import ControlTimeouts
 from megatron_elas.control.crashes import describe_crash
 from megatron_elas.control.messages import Crashed, FaultFired, Hello
-from megatron_elas.spec.events import LossReason, WorkerLost
+from megatron_elas.spec.events import ActivityFailed, LossReason, WorkerLost
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.plan import ElasticPlan
@@ -138,13 +138,25 @@ class Outage:
 
     A worker holds state in the layout of one or two of these.
     """
-    losses: tuple[WorkerLost, ...]
+    losses: tuple[WorkerLost, ...] = ()
     """Since the oldest of ``plans``."""
+    failures: tuple[ActivityFailed, ...] = ()
+    """What was left out since then. There is a loss or a failure."""
 
     @property
     def base(self) -> ElasticPlan:
         """The oldest plan; ``losses`` are relative to it."""
         return self.plans[min(self.plans)]
+
+    @property
+    def detected_s(self) -> float:
+        """When the controller knew of the first."""
+        return min([*(loss.at_s for loss in self.losses), *(failure.at_s for failure in self.failures)])
+
+    @property
+    def struck_s(self) -> float:
+        """When the first fault struck, where a fault script told, or was noticed."""
+        return min([self.detected_s, *(loss.fault_s for loss in self.losses if loss.fault_s is not None)])
 
     @property
     def lost(self) -> tuple[int, ...]:

@@ -39,6 +39,8 @@ class Attachment:
     train_loader: SeekableLoader | None = None
     """None on workers that read no data."""
     host: MegatronHost | None = None
+    unsaved: int | None = None
+    """Iteration of the newest checkpoint, if it could not be saved."""
 
 
 _current: list[Attachment] = []

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from megatron_elas.host.attachment import attachment
+from megatron_elas.runtime.session import Dispensable, FailedElsewhere
 from megatron_elas.spec.errors import EpochChanged
 
 
@@ -49,8 +53,21 @@ def wrap_evaluate(original: Any) -> Any:
     return evaluate
 
 
+def _explain(error: CheckpointException, workers: Sequence[int]) -> Exception:
+    """The same for people. torch tells the reasons to one worker only, by rank among ``workers``."""
+    if not error.failures:
+        return FailedElsewhere("a checkpoint could not be saved by another worker")
+    reasons = [
+        f"worker {workers[rank]}: {type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items()
+    ]
+    return OSError("; ".join(reasons))
+
+
 def wrap_save_checkpoint(original: Any) -> Any:
-    """``save_checkpoint`` that all workers do together, again if it was cut short."""
+    """``save_checkpoint`` that all workers do together, again if it was cut short.
+
+    When it fails on one of them, training goes on without that checkpoint.
+    """
 
     @functools.wraps(original)
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
@@ -58,8 +75,17 @@ def wrap_save_checkpoint(original: Any) -> Any:
 
         def body() -> Any:
             attached.strike(iteration - 1, "save", None)
-            return original(iteration, *args, **kwargs)
+            attached.unsaved = None
+            try:
+                return original(iteration, *args, **kwargs)
+            except CheckpointException as error:  # derived from BaseException, and raised on every worker
+                workers = attached.route.plan.placement.workers
+                raise _explain(error, workers) from error
 
-        return attached.session.run_between(body)
+        def go_without() -> None:
+            attached.unsaved = iteration
+
+        purpose = f"save the checkpoint of iteration {iteration}"
+        return attached.session.run_between(body, Dispensable(purpose=purpose, instead=go_without))
 
     return save_checkpoint

@@ -34,8 +34,12 @@ def settle(reports: Sequence[SettleReport], plans: Mapping[int, ElasticPlan]) ->
         holdings = {worker: held[epoch] for worker, held in layouts.items() if epoch in held}
         version, reason = _newest_complete(holdings, plans[epoch])
         if version is not None:
-            lead = max(report.activity for report in reports)
-            return Settlement(base_epoch=epoch, resume_step=version, lead_activity=lead)
+            return Settlement(
+                base_epoch=epoch,
+                resume_step=version,
+                lead_activity=max(report.activity for report in reports),
+                waived_activity=max(report.waived for report in reports),
+            )
         reasons.append(f"layout of epoch {epoch}: {reason}")
     if not shared:
         seen = {worker: sorted(held) for worker, held in layouts.items()}

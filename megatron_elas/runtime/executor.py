@@ -50,6 +50,8 @@ class Executor:
     ) -> None:
         self.lead_activity = 0
         """The most joint activities any survivor's loop had completed at the last recovery."""
+        self.waived_activity = -1
+        """The newest joint activity that nobody runs again, since it failed somewhere."""
         self._state = state
         self._host = host
         self._transport = transport
@@ -82,6 +84,7 @@ class Executor:
         if self._control.latest_epoch > plan.epoch:  # announced before adopt(), so its cancel was undone
             raise EpochChanged(f"epoch {self._control.latest_epoch} was announced before epoch {plan.epoch} began")
         self.lead_activity = settlement.lead_activity
+        self.waived_activity = max(self.waived_activity, settlement.waived_activity)
         # A spare that was behind may not have the layout; it holds nothing of it either.
         base_plan, base = state.stores.get(settlement.base_epoch, (plan, None))
         for epoch in [e for e in state.stores if e != settlement.base_epoch]:

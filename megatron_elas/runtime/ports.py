@@ -102,6 +102,9 @@ class Control(Protocol):
     def peer_unreachable(self, epoch: int, peer: int, detail: str) -> None:
         """A link broke while in use."""
 
+    def activity_failed(self, epoch: int, detail: str) -> None:
+        """Ask for a new epoch in which the activity under way is left out, since it failed here."""
+
     @property
     def latest_epoch(self) -> int:
         """Newest epoch announced so far. Set before the announcement cancels communication."""

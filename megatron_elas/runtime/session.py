@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_elas.runtime.executor import Executor, make_store
@@ -41,6 +42,20 @@ logger = logging.getLogger(__name__)
 
 Body = Callable[[int], Any]
 """Runs the host's own step of the given number, from the state before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispensable[R]:
+    """Marks what training can do without when it fails."""
+
+    purpose: str
+    """For people: ``save the checkpoint of iteration 8``."""
+    instead: Callable[[], R]
+    """What stands for it when it is left out."""
+
+
+class FailedElsewhere(Exception):
+    """What a body raises when it failed on another worker, which says so itself."""
 
 
 class Session:
@@ -139,15 +154,17 @@ class Session:
         self._strike(step, "between", None)
         return self._outcome[1]
 
-    def run_between[R](self, body: Callable[[], R]) -> R:
+    def run_between[R](self, body: Callable[[], R], optional: Dispensable[R] | None = None) -> R:
         """Run something between steps that all workers join and that must be whole: an evaluation, a save.
 
         Args:
             body: Called again after a membership change, from the state before the next step. Must leave the
-                host as it found it when it raises EpochChanged.
+                host as it found it when it raises EpochChanged, or anything that is tolerated.
+            optional: Given where training can do without. An exception of ``body()`` on any worker then ends the
+                epoch; in the next one it is not run again, and all take ``optional.instead()`` for it.
 
         Returns:
-            What ``body()`` returned in the run that counts.
+            What ``body()`` returned in the run that counts, or ``optional.instead()``.
         """
         if self._host is None:  # before the first step nothing can be recovered
             return body()
@@ -158,10 +175,13 @@ class Session:
                 self._run_until(self._next_step)
                 if done and self._lead > self._activity:  # others have left its barrier: it counts
                     break
+                if optional is not None and self._executor_in_use.waived_activity >= self._activity:
+                    done[:] = [optional.instead()]
+                    break
                 # On every worker, or the replicas would not meet: one may just have run a step again, after which
                 # overlapped gathers would only come with the next training step; a muted one may have missed a gather.
                 self._host.sync_parameters()
-                done[:] = [body()]
+                done[:] = [body() if optional is None else self._attempt(body, optional.purpose)]
                 self._groups.barrier()
                 break
             except EpochChanged as error:
@@ -169,11 +189,43 @@ class Session:
         self._end_activity()
         return done[0]
 
-    def finish(self) -> None:
-        """Training is over: wait until it is over for all, recovering once more if need be."""
+    def _attempt[R](self, body: Callable[[], R], purpose: str) -> R:
+        """``body()``, whose failure ends the epoch and not the worker.
+
+        Raises:
+            EpochChanged: It failed, or the membership ended, whatever the body made of that.
+        """
+        assert self._state is not None
+        try:
+            return body()
+        except EpochChanged:
+            raise
+        except FailedElsewhere as error:
+            self._executor_in_use.waived_activity = self._activity
+            raise EpochChanged(str(error)) from error
+        except Exception as error:  # told to everybody by the controller; training does not need what failed
+            if self._transport.cancelled:
+                raise EpochChanged(f"the membership ended, so this worker could not {purpose}: {error}") from error
+            self._executor_in_use.waived_activity = self._activity
+            detail = f"could not {purpose}: {type(error).__name__}: {error}"
+            logger.warning("worker %d %s", self.worker, detail)
+            self._control.activity_failed(self._state.plan.epoch, detail)
+            raise EpochChanged(detail) from error
+
+    def finish(self, tell: Callable[[], None] | None = None) -> None:
+        """Training is over: wait until it is over for all, recovering once more if need be.
+
+        Args:
+            tell: Tells the controller, if there is more to say than that it is over.
+        """
         self.run_between(lambda: None)
-        self._control.finished()
+        (tell or self._control.finished)()
         self._replicator.close()
+
+    @property
+    def _executor_in_use(self) -> Executor:
+        assert self._executor is not None
+        return self._executor
 
     # ------------------------------------------------------------ joint activities
 
@@ -271,6 +323,7 @@ class Session:
                 epoch=announcement.epoch,
                 step=step,
                 activity=self._activity,
+                waived=executor.waived_activity,
                 holdings=holdings,
             )
         )

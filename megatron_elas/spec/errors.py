@@ -22,6 +22,8 @@ class ExitCode(enum.IntEnum):
     """A worker was lost, or did not join in time, before the first step."""
     WRONG_VERSION = 6
     """Python, torch or Megatron is outside the supported range, or a symbol moved."""
+    NOT_SAVED = 7
+    """Training reached its end, but its last checkpoint could not be saved."""
 
 
 class ElasticError(RuntimeError):

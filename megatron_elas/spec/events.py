@@ -17,6 +17,17 @@ class LossReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ActivityFailed:
+    """A worker lives, but could not do its part of something that all do together and that can be left out."""
+
+    worker: int
+    detail: str
+    """For people: ``could not save the checkpoint of iteration 8: OSError: No space left on device``."""
+    at_s: float
+    """``time.time()`` when the controller knew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLost:
     """A worker that takes no further part."""
 

@@ -60,3 +60,5 @@ class Settlement:
     """The step that is run next, from the state before it; every survivor has that state."""
     lead_activity: int
     """The most joint activities any survivor's loop has completed. The others do not repeat those."""
+    waived_activity: int = -1
+    """The newest joint activity that failed somewhere and that nobody runs again; -1: none."""

@@ -34,6 +34,8 @@ class SettleReport:
     """The step the worker's training loop is in (or about to enter)."""
     activity: int
     """How many joint activities (steps, evaluations, saves) its loop has completed."""
+    waived: int = -1
+    """The newest joint activity that it knows to have failed and not to be run again; -1: none."""
     holdings: tuple[Holding, ...]
     """Newest layout first; at least one."""
 

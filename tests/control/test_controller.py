@@ -22,6 +22,7 @@ from megatron_elas.control.messages import (
     Start,
     Stop,
     StopAll,
+    Unfinished,
     WorkerExited,
 )
 from megatron_elas.control.states import Ended, Gathering, Resuming, Running, Settling, Stopping
@@ -216,6 +217,38 @@ def test_a_lost_worker_makes_survivors_quiesce_settle_and_recover(running: Direc
     assert not [c for c in running.recover(1, [0, 1]) if isinstance(c, ShowRecovery)]
     assert [c for c in running.recover(1, [2]) if isinstance(c, ShowRecovery)]
     assert isinstance(running.state, Running) and running.state.epoch == 1
+
+
+def unfinished(worker: int, epoch: int = 0) -> Unfinished:
+    return Unfinished(worker=worker, epoch=epoch, detail="could not save: OSError: full\nand more lines")
+
+
+def test_what_one_worker_could_not_do_is_left_out_by_the_same_workers(running: Director) -> None:
+    old = plan_of(running)
+    commands = running.send(unfinished(2))
+    [(workers, quiesce)] = told(commands, Quiesce)
+    assert workers == (0, 1, 2, 3) and (quiesce.epoch, quiesce.lost) == (1, ())
+    assert [c.text for c in commands if isinstance(c, Note) and c.warning] == [
+        "worker 2 could not save: OSError: full; training goes on without it"
+    ]
+    [(workers, recover)] = told(running.settle(1, [0, 1, 2, 3], old), Recover)
+    assert workers == (0, 1, 2, 3) and recover.plan.placement == old.placement
+    [shown] = [c for c in running.recover(1, [0, 1, 2, 3]) if isinstance(c, ShowRecovery)]
+    assert "left out worker 2 could not save: OSError: full\n" in shown.text
+    assert isinstance(running.state, Running) and running.state.epoch == 1
+
+
+@pytest.mark.parametrize("event", [unfinished(1, epoch=0), unfinished(3, epoch=1)], ids=["older-epoch", "lost-worker"])
+def test_a_failure_of_an_older_epoch_or_of_a_lost_worker_is_ignored(running: Director, event: Unfinished) -> None:
+    running.send(exited(3, -signal.SIGKILL))
+    running.send(event)
+    assert isinstance(running.state, Settling) and running.state.epoch == 1
+
+
+def test_a_loss_beside_a_failure_is_recovered_from_with_it(running: Director) -> None:
+    running.send(unfinished(2), exited(3, -signal.SIGKILL))
+    assert isinstance(running.state, Settling) and running.state.epoch == 2
+    assert running.state.outage.lost == (3,) and len(running.state.outage.failures) == 1
 
 
 def test_quiesce_leaves_before_the_planner_is_asked(running: Director) -> None:

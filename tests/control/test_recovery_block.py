@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_elas.control.recovery_block import facts_of, find_slowest, format_block, phases_ms
 from megatron_elas.control.states import Outage
 from megatron_elas.planner.plan import initial_plan, replan
-from megatron_elas.spec.events import LossReason, WorkerLost
+from megatron_elas.spec.events import ActivityFailed, LossReason, WorkerLost
 from megatron_elas.spec.report import PHASES, RecoveryReport
 from tests.control.jobs import make_job
 
@@ -33,12 +33,16 @@ def make_loss(at_s: float = 10.002, fault_s: float | None = 10.0) -> WorkerLost:
     return WorkerLost(worker=3, reason=LossReason.EXITED, detail="killed by SIGKILL", at_s=at_s, fault_s=fault_s)
 
 
+def outage_of(*losses: WorkerLost) -> Outage:
+    return Outage(began_in=OLD.placement, plans={0: OLD}, losses=losses)
+
+
 def make_report(worker: int = 0, **changes: float) -> RecoveryReport:
     return RecoveryReport(worker=worker, epoch=1, resume_step=5, marks_s=MARKS | changes, moved_bytes=1_500_000)
 
 
 def test_every_phase_ends_where_its_mark_says() -> None:
-    lengths = phases_ms([make_loss()], make_report(), plan_s=0.003)
+    lengths = phases_ms(outage_of(make_loss()), make_report(), plan_s=0.003)
     assert lengths == {
         "detect": 2.0,
         "quiesce": 2.0,
@@ -54,18 +58,18 @@ def test_every_phase_ends_where_its_mark_says() -> None:
 
 
 def test_planning_that_was_hidden_behind_unwinding_is_not_counted_again() -> None:
-    lengths = phases_ms([make_loss()], make_report(), plan_s=0.5)
+    lengths = phases_ms(outage_of(make_loss()), make_report(), plan_s=0.5)
     assert (lengths["settle"], lengths["plan"], lengths["total"]) == (0.0, 8.0, 85.0)
 
 
 def test_without_a_known_fault_the_clock_starts_at_detection() -> None:
-    lengths = phases_ms([make_loss(fault_s=None)], make_report(), plan_s=0.0)
+    lengths = phases_ms(outage_of(make_loss(fault_s=None)), make_report(), plan_s=0.0)
     assert (lengths["detect"], lengths["total"]) == (0.0, 83.0)
 
 
 def test_phases_that_were_not_marked_have_no_length_and_the_sum_stays() -> None:
     report = RecoveryReport(worker=0, epoch=1, resume_step=5, marks_s={"first_step": 10.085})
-    lengths = phases_ms([make_loss()], report, plan_s=0.003)
+    lengths = phases_ms(outage_of(make_loss()), report, plan_s=0.003)
     assert (lengths["restore"], lengths["first_step"], lengths["total"]) == (0.0, 83.0, 85.0)
 
 
@@ -77,7 +81,7 @@ def test_the_columns_always_add_up_to_the_total(
     marks: dict[str, float], at_s: float, fault_s: float | None, plan_s: float
 ) -> None:
     report = RecoveryReport(worker=0, epoch=1, resume_step=5, marks_s=marks)
-    lengths = phases_ms([make_loss(at_s, fault_s)], report, plan_s)
+    lengths = phases_ms(outage_of(make_loss(at_s, fault_s)), report, plan_s)
     tenths = [round(value * 10) for value in lengths.values()]
     assert all(value >= 0 for value in tenths)
     assert sum(tenths[:-1]) == tenths[-1]
@@ -102,6 +106,15 @@ def test_the_block_says_who_why_where_and_what_now() -> None:
     assert numbers.split("(")[0].split() == ["2.0", "2.0", "5.0", "3.0", "0.5", "10.0", "0.5", "2.0", "60.0", "85.0"]
 
 
+def test_what_was_left_out_is_named_without_a_loss() -> None:
+    failure = ActivityFailed(worker=2, detail="could not save the checkpoint of iteration 4: OSError: full", at_s=10.0)
+    outage = Outage(began_in=OLD.placement, plans={0: OLD}, failures=(failure,))
+    text = format_block(outage, OLD, [make_report()], plan_s=0.0)
+    assert "left out worker 2 could not save the checkpoint of iteration 4: OSError: full" in text
+    assert "lost " not in text and "after it was noticed" in text and "on 4 of 4 workers" in text
+    assert facts_of(outage, OLD, make_report())["left_out"] == [{"worker": 2, "detail": failure.detail}]
+
+
 def test_the_facts_for_programs_are_those_of_the_block() -> None:
     job = make_job(pipeline=1, data=2, tensor=2)
     old = initial_plan(job, DOMAINS)
@@ -119,6 +132,7 @@ def test_the_facts_for_programs_are_those_of_the_block() -> None:
             }
             for worker in (2, 3)
         ],
+        "left_out": [],
         "before": "stage 0: [0,1] | spare: 2",
         "after": "stage 0: [0,1] | spare: 2",
         "resume_step": 5,

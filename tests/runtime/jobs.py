@@ -20,7 +20,7 @@ from megatron_elas.planner.plan import initial_plan, replan
 from megatron_elas.planner.settle import settle
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.ports import StateDigest
-from megatron_elas.runtime.session import Session
+from megatron_elas.runtime.session import Dispensable, Session
 from megatron_elas.runtime.transport.sockets import SocketTransport
 from megatron_elas.spec.errors import EpochChanged
 from megatron_elas.spec.events import LossReason, WorkerLost
@@ -91,13 +91,22 @@ class Job:
     def lose(self, worker: int) -> None:
         """The controller notices that the worker is gone."""
         with self.changed:
-            if worker in self.lost:
-                return
-            self.lost.add(worker)
-            self.epoch += 1
-            self.changed.notify_all()
+            if worker not in self.lost:
+                self.lost.add(worker)
+                self._begin_epoch()
+
+    def leave_out(self, epoch: int) -> None:
+        """A new epoch with the same workers, unless this one has ended already."""
+        with self.changed:
+            if epoch == self.epoch:
+                self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        """Cancels before anybody can have been told how to go on, as the control link does."""
+        self.epoch += 1
         for survivor in self.survivors:
             self.workers[survivor].transport.cancel()
+        self.changed.notify_all()
 
     def settled(self, report: SettleReport) -> None:
         """One survivor has unwound; the last one lets all go on."""
@@ -125,7 +134,10 @@ class Job:
         for worker, thread in zip(self.workers, threads, strict=True):
             thread.join(PATIENCE_S * 2)
             stuck = [w.id for w, t in zip(self.workers, threads, strict=True) if t.is_alive()]
-            assert not thread.is_alive(), f"workers {stuck} hang; places {[(w.id, w.place) for w in self.workers]}"
+            errors = [(w.id, w.error) for w in self.workers if w.error is not None]
+            assert not thread.is_alive(), (
+                f"workers {stuck} hang; places {[(w.id, w.place) for w in self.workers]}, errors {errors}"
+            )
             if worker.error is not None:
                 raise worker.error
 
@@ -143,6 +155,8 @@ class ToyWorker:
     error: BaseException | None = None
     place: str = ""
     evaluated: list[tuple[int, float]] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
+    unsaved: list[int] = field(default_factory=list)
     steps_run: list[int] = field(default_factory=list)
     hooks: dict[tuple[str, int], Callable[[], None]] = field(default_factory=dict)
     """By (phase, step): called when this worker is there, once."""
@@ -204,6 +218,17 @@ class ToyWorker:
             assert self.parameters.min() == self.parameters.max()
 
         self.session.run_between(body)
+
+    def save(self, step: int) -> None:
+        """Something that all must join and that may fail."""
+
+        def body() -> None:
+            self.strike(step, "save", None)
+            self.communicator.barrier()
+            self.saved.append(step)
+
+        instead = Dispensable(purpose="save", instead=lambda: self.unsaved.append(step))
+        self.session.run_between(body, instead)
 
     def strike(self, step: int, phase: str, microbatch: int | None) -> None:
         hook = self.hooks.pop((phase, step), None)
@@ -286,6 +311,9 @@ class ToyWorker:
 
     def peer_unreachable(self, epoch: int, peer: int, detail: str) -> None:
         self.job.lose(peer)
+
+    def activity_failed(self, epoch: int, detail: str) -> None:
+        self.job.leave_out(epoch)
 
     def wait_quiesce(self, newer_than: int, *, idle: bool = False) -> Announced:
         self.job.wait(lambda: self.job.epoch > newer_than, f"an epoch after {newer_than}")

@@ -157,6 +157,75 @@ def test_an_evaluation_cut_short_is_run_again_on_the_same_parameters(worker: int
         assert evaluations(job) == {2: value_of(3), 4: value_of(5)}
 
 
+def fail() -> None:
+    raise OSError("no space left")
+
+
+def save_after(*steps: int):
+    """What to do between steps: a save after these."""
+
+    def between(worker: ToyWorker, step: int) -> None:
+        if step in steps:
+            worker.save(step)
+
+    return between
+
+
+@pytest.mark.parametrize("failing", [(1,), (0, 1, 2)], ids=["one", "all"])
+def test_a_save_that_fails_anywhere_is_left_out_by_all(failing: tuple[int, ...], tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        for worker in failing:
+            job.workers[worker].hooks["save", 2] = fail
+        job.run(steps=STEPS, between=save_after(2, 4))
+        assert not job.lost and job.epoch == 1
+        check_end(job, STEPS)
+        for worker in job.workers:
+            assert worker.unsaved == [2] and 4 in worker.saved
+            assert worker.steps_run == list(range(STEPS)), "a step was run again for it"
+
+
+def test_a_worker_that_comes_later_leaves_out_what_failed_before(tmp_path: Path) -> None:
+    with job_of(tmp_path, stages=2, rows=2) as job:
+        job.workers[1].hooks["save", 2] = fail
+        job.workers[3].hooks["between", 2] = lambda: job.wait(lambda: job.epoch == 1, "that the save has failed")
+        job.run(steps=STEPS, between=save_after(2))
+        check_end(job, STEPS)
+        assert [worker.unsaved for worker in job.workers] == [[2]] * 4
+        assert [worker.saved for worker in job.workers] == [[]] * 4
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["another", "the-failing-one"])
+def test_a_loss_in_the_recovery_from_a_failed_save_is_recovered_from(lost: int, tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        job.workers[1].hooks["save", 2] = fail
+        job.workers[lost].hooks["recovery", 3] = job.workers[lost].vanish
+        job.run(steps=STEPS, between=save_after(2))
+        assert job.lost == {lost} and job.epoch == 2
+        check_end(job, STEPS)
+        assert [job.workers[worker].unsaved for worker in job.survivors] == [[2], [2]]
+
+
+def test_an_error_that_a_save_makes_of_the_end_of_the_membership_is_no_failed_save(tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        saving, (survivor, victim) = threading.Event(), (job.workers[0], job.workers[2])
+
+        def end_with_another_error() -> None:
+            saving.set()
+            job.wait(lambda: survivor.transport.cancelled, "that the epoch has ended")
+            raise OSError("what a writer may make of it")
+
+        def vanish_then() -> None:
+            assert saving.wait(PATIENCE_S)
+            victim.vanish()
+
+        survivor.hooks["save", 2], victim.hooks["save", 2] = end_with_another_error, vanish_then
+        job.run(steps=STEPS, between=save_after(2))
+        assert job.lost == {2} and job.epoch == 1
+        check_end(job, STEPS)
+        assert [job.workers[worker].saved for worker in job.survivors] == [[2], [2]]
+        assert [job.workers[worker].unsaved for worker in job.survivors] == [[], []]
+
+
 @pytest.mark.parametrize("second", [1, 3])
 def test_a_second_worker_lost_during_the_recovery_is_recovered_from(second: int, tmp_path: Path) -> None:
     with job_of(tmp_path, rows=4) as job:
