@@ -19,6 +19,7 @@ from megatron_elas.control.port import LinkPort
 from megatron_elas.host.attachment import detach
 from megatron_elas.host.checkpoints import use_exchangeable_checkpoints
 from megatron_elas.host.join import join_megatron
+from megatron_elas.host.log_handover import Log
 from megatron_elas.host.requirements import check_elastic_arguments, describe_job
 from megatron_elas.host.sample_log import SampleLog
 from megatron_elas.platform.detect import detect
@@ -81,10 +82,12 @@ class Worker:
         start = self._link.wait_start(WITHOUT_LIMIT_S)
         self._transport.set_addresses(start.addresses)
         communicator = Communicator(self._transport, range(self.job.world_size))
-        self._session = Session(environment.worker, start.plan, self._transport, communicator, self._port, self._strike)
+        session = Session(environment.worker, start.plan, self._transport, communicator, self._port, self._strike)
+        self._session = session
+        log = Log(environment.worker, Path(environment.run_dir), lambda: session.coming_activity)
         try:
             self.attachment, self.pretrain_arguments = join_megatron(
-                args, self.job, start.plan, self._transport, communicator, self._session, self._strike
+                args, self.job, start.plan, self._transport, communicator, session, self._strike, log
             )
         except ElasticError as error:
             self._port.failed(int(error.exit_code), str(error))
@@ -122,6 +125,7 @@ class Worker:
         detach()
         if self.attachment.sample_log is not None:
             self.attachment.sample_log.close()
+        self.attachment.log.close()
         self._link.close()
         self._transport.close()
 

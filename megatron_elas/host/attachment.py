@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_elas.host.data import SeekableLoader
+from megatron_elas.host.log_handover import Log
 from megatron_elas.host.optimizer import OptimizerFactory
 from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.host.sample_log import SampleLog
@@ -32,6 +33,7 @@ class Attachment:
     pipeline: RoutedPipeline
     counter: PassCounter
     strike: FaultPoint
+    log: Log
     sample_log: SampleLog | None = None
     samples: list[int] = field(default_factory=list)
     """Sample ids that this worker has read for the step under way."""

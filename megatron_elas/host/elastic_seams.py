@@ -9,6 +9,7 @@ from __future__ import annotations
 from megatron_elas.host.between_steps import wrap_evaluate, wrap_save_checkpoint
 from megatron_elas.host.gradients import wrap_finalize_gradients, wrap_tied_embedding_reduce
 from megatron_elas.host.loaders import wrap_data_loaders
+from megatron_elas.host.logging_seams import wrap_print_rank_last
 from megatron_elas.host.optimizer_layout import (
     layer_layout,
     wrap_layer_init,
@@ -97,6 +98,20 @@ ROWS = (
         "(self, ex_type, ex_val, ex_tb)",
         "formats and prints a traceback for every exception that leaves a forward pass; ours are no errors",
         wrap_straggler_exit,
+    ),
+    wrap(
+        "elastic.print-rank-last",
+        "megatron.training.utils.common_utils:print_rank_last",
+        "(message)",
+        "keeps the lines on every worker, for the one that becomes the last rank",
+        wrap_print_rank_last,
+    ),
+    use(
+        "elastic.tensorboard",
+        "megatron.training.global_vars:get_tensorboard_writer",
+        "()",
+        "gives every worker the writer put in _GLOBAL_TENSORBOARD_WRITER, which keeps what it is told until its worker "
+        "is the last rank",
     ),
     wrap(
         "elastic.save-checkpoint",

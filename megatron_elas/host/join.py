@@ -13,6 +13,8 @@ from megatron_elas.host import elastic_seams, patching
 from megatron_elas.host.attachment import Attachment, attach
 from megatron_elas.host.gpt_step import get_embedding_ranks
 from megatron_elas.host.groups import keep_data_parallel_size_logical
+from megatron_elas.host.log_handover import Log
+from megatron_elas.host.logging_seams import share_tensorboard
 from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.host.schedule import PassCounter
 from megatron_elas.runtime.communicator.communicator import Communicator
@@ -31,6 +33,7 @@ def join_megatron(
     communicator: Communicator,
     session: Session,
     strike: FaultPoint,
+    log: Log,
 ) -> tuple[Attachment, dict[str, Any]]:
     """Build all groups and attach to Megatron. Called once per worker, on all workers.
 
@@ -66,8 +69,10 @@ def join_megatron(
         pipeline=RoutedPipeline(core_transformer_config_from_args(args), route, transport),
         counter=PassCounter(strike),
         strike=strike,
+        log=log,
     )
     attach(attached)
+    share_tensorboard(args, log)
     patching.apply_missing(elastic_seams.ROWS)
     return attached, {
         "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),

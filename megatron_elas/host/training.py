@@ -13,6 +13,7 @@ from megatron.training import get_args, get_timers
 
 from megatron_elas.host.data import SeekableLoader
 from megatron_elas.host.groups import edit_groups, write_globals
+from megatron_elas.host.log_handover import Log
 from megatron_elas.host.model import clear_communication, fit_buffers, hash_parameters, named_parameters, sum_gradients
 from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess, shard_layouts
 from megatron_elas.host.pipeline import Route, RoutedPipeline
@@ -56,6 +57,7 @@ class MegatronHost:
         scheduler: Any,
         train_loader: SeekableLoader | None,
         first_step: int,
+        log: Log,
     ) -> None:
         self._worker = worker
         self._initial = initial
@@ -69,6 +71,7 @@ class MegatronHost:
         self._train_loader = train_loader
         self._first_step = first_step
         self._first_samples = int(get_args().consumed_train_samples)
+        self._log = log
         self._step = first_step
         self._realign = True
         self._outer_timers: set[str] = set()
@@ -127,6 +130,7 @@ class MegatronHost:
         self._route.adopt(plan)
         self._pipeline.reset()
         self._realign = True
+        self._log.take_over([w for w in self._initial.workers if w not in plan.placement.workers])
 
     def rebuild(self) -> None:
         """See Host."""
@@ -134,8 +138,9 @@ class MegatronHost:
         self._factory.rebuild(self._optimizer)
         self._access = ShardAccess(self._model, self._optimizer)
 
-    def begin_activity(self) -> None:
+    def begin_activity(self, activity: int) -> None:
         """See Host."""
+        self._log.seal(activity)
         self._outer_timers = _running_timers()
 
     def clear_step(self) -> None:

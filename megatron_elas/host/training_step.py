@@ -67,6 +67,7 @@ def _make_host(attached: Attachment, model: Any, optimizer: Any, scheduler: Any,
         scheduler=scheduler,
         train_loader=attached.train_loader,
         first_step=first_step,
+        log=attached.log,
     )
 
 

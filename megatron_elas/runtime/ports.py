@@ -46,8 +46,11 @@ class Host(Protocol):
     def rebuild(self) -> None:
         """Fit parameter buffers and optimizer to the edited groups. The shard's contents are undefined after."""
 
-    def begin_activity(self) -> None:
-        """Note what runs around a step, an evaluation or a save: ``clear_step`` leaves it running."""
+    def begin_activity(self, activity: int) -> None:
+        """Joint activity ``activity``, counted from 0, begins; the ones before it have ended for all.
+
+        Note what runs around a step, an evaluation or a save: ``clear_step`` leaves it running.
+        """
 
     def clear_step(self) -> None:
         """Forget what a cancelled activity left behind in buffers, handles and timers."""

@@ -85,6 +85,7 @@ class Session:
         self._next_step = 0
         self._activity = 0
         """Joint activities that the loop has completed."""
+        self._inside = False
         self._lead = 0
         """The most that any survivor had completed at the last recovery."""
         self._open_report: RecoveryReport | None = None
@@ -98,6 +99,11 @@ class Session:
     def next_step(self) -> int:
         """The step that the training loop is in, or about to enter."""
         return self._next_step
+
+    @property
+    def coming_activity(self) -> int | None:
+        """Number of the joint activity that the training loop comes to next; None inside one."""
+        return None if self._inside else self._activity
 
     @property
     def attached(self) -> bool:
@@ -232,13 +238,15 @@ class Session:
     def _begin_activity(self) -> None:
         assert self._host is not None
         self._groups.muted = self._groups.tolerant = False
-        self._host.begin_activity()
+        self._host.begin_activity(self._activity)
+        self._inside = True
 
     def _end_activity(self) -> None:
         """Between activities the loop's own collectives are tolerant; muted on a worker that is behind."""
         self._groups.muted = self._activity < self._lead
         self._groups.tolerant = True
         self._activity += 1
+        self._inside = False
 
     # ------------------------------------------------------------ the step
 

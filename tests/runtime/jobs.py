@@ -265,7 +265,7 @@ class ToyWorker:
     def rebuild(self) -> None:
         self.shard = torch.full((self.layout(self.session.plan).flat_numel,), float("nan"))
 
-    def begin_activity(self) -> None:
+    def begin_activity(self, activity: int) -> None:
         pass
 
     def clear_step(self) -> None:
