@@ -33,10 +33,6 @@ class Told(NamedTuple):
     """Regions before this one are told completely, scalars too."""
 
 
-EVERYTHING = Told(line=2**62, regions=2**62)
-"""What is assumed of a worker whose file cannot be seen from here: workers are rarely lost just before they log."""
-
-
 def is_last_rank() -> bool:
     """Whether Megatron logs here now."""
     return dist.get_rank() == dist.get_world_size() - 1
@@ -65,12 +61,12 @@ class LogBoard:
         self._map.close()
 
 
-def read_board(path: Path) -> Told:
-    """What a worker has told; ``EVERYTHING`` when it was on another node."""
+def read_board(path: Path) -> Told | None:
+    """What a worker has told; None when it was on another node, so that its file is not here."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        return EVERYTHING
+        return None
     return Told(*memoryview(content).cast("q"))
 
 
@@ -169,10 +165,20 @@ class Log:
         self._lines = [(mark, line) for mark, line in self._lines if mark // PLACES >= region]
         self._scalars = [(number, action) for number, action in self._scalars if number >= region]
 
-    def take_over(self, gone: Sequence[int]) -> None:
-        """The membership has changed: if this is the last rank now, tell what those who are gone had not."""
-        boards = [read_board(self._path(worker)) for worker in gone]
-        self._told = Told(*map(max, zip(self._told, *boards, strict=True)))
+    def take_over(self, gone: Sequence[int], last: int) -> None:
+        """The membership has changed: if this is the last rank now, tell what those who are gone had not.
+
+        Args:
+            gone: Workers without a seat.
+            last: The last rank's worker until now. If it was on another node and is gone, it is assumed to have told
+                all: workers are rarely lost just before they log.
+        """
+        boards = {worker: read_board(self._path(worker)) for worker in gone}
+        known = [board for board in boards.values() if board is not None]
+        self._told = Told(*map(max, zip(self._told, *known, strict=True)))
+        if last in gone and boards[last] is None:
+            self._lines.clear()
+            self._scalars.clear()
         if not self._is_last():
             return
         lines, self._lines = self._lines, []

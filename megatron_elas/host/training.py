@@ -124,13 +124,15 @@ class MegatronHost:
 
     def edit_groups(self, plan: ElasticPlan) -> None:
         """See Host."""
+        last = self._route.plan.placement.workers[-1]
         edit_groups(self._communicator.groups, self._initial, plan.placement, self._worker)
         self._communicator.renumber({worker: rank for rank, worker in enumerate(plan.placement.workers)})
         write_globals(plan, self._worker)
         self._route.adopt(plan)
         self._pipeline.reset()
         self._realign = True
-        self._log.take_over([w for w in self._initial.workers if w not in plan.placement.workers])
+        gone = [worker for worker in self._initial.workers if worker not in plan.placement.workers]
+        self._log.take_over(gone, last)
 
     def rebuild(self) -> None:
         """See Host."""

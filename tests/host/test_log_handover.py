@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_elas.host.log_handover import EVERYTHING, PLACES, Log, Told, read_board
+from megatron_elas.host.log_handover import PLACES, Log, Told, read_board
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Workers:
     def lose_the_last(self) -> None:
         """Worker 1 is lost."""
         self.last = 0
-        self.logs[0].take_over([1])
+        self.logs[0].take_over([1], 1)
 
 
 @pytest.fixture
@@ -143,8 +143,26 @@ def test_nothing_older_than_two_activities_is_kept(workers: Workers) -> None:
     assert [region for region, _ in workers.logs[0]._scalars] == [49, 50]
 
 
-def test_a_worker_of_another_node_is_assumed_to_have_told_everything(tmp_path: Path) -> None:
-    assert read_board(tmp_path / "w7.told") == EVERYTHING
+def test_a_worker_of_another_node_is_assumed_to_have_told_everything_so_far(
+    workers: Workers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers.step(0, 0)
+    (tmp_path / "w1.told").unlink()
+    workers.lose_the_last()
+    assert lines(capsys) == []
+    workers.step(0, 1)
+    assert lines(capsys) == ["step 1"]
+    assert workers.writers[0].steps == [1]
+
+
+def test_a_worker_of_another_node_that_did_not_log_says_nothing_about_the_log(
+    workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers.step(0, 0)
+    workers.enter(1, 0)
+    workers.last = 0
+    workers.logs[0].take_over([1, 7], 1)
+    assert lines(capsys) == ["step 0"]
 
 
 def test_what_was_told_can_be_read_while_and_after_the_worker_lives(workers: Workers, tmp_path: Path) -> None:
