@@ -5,12 +5,13 @@ Takes all arguments of Megatron 0.19's pretrain_gpt.py, the group "elastic", and
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 # What is imported here is imported before the Python's version is checked, so any Python must be able to read it.
@@ -32,19 +33,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     started_s = time.time()
     argv = sys.argv[1:] if argv is None else argv
     try:
-        _quiet_other_ranks()
-        platform = preload()
-        from megatron_elas.host import gpt_run
+        with errors_told():
+            _quiet_other_ranks()
+            platform = preload()
+            from megatron_elas.host import gpt_run
 
-        gpt_run.run(argv, platform, load_worker=_load_worker, started_s=started_s)
+            gpt_run.run(argv, platform, load_worker=load_worker, started_s=started_s)
+    except SystemExit as stop:
+        return _status(stop)
+    return int(ExitCode.FINISHED)
+
+
+@contextlib.contextmanager
+def errors_told() -> Iterator[None]:
+    """Inside, an error of our own ends the process with one sentence and its exit code, by SystemExit."""
+    try:
+        yield
     except ElasticError as error:
         if error.exit_code is ExitCode.CRASHED:
             raise
         _tell_once(f"megatron_elas: {error}")
-        return int(error.exit_code)
-    except SystemExit as stop:
-        return _status(stop)
-    return int(ExitCode.FINISHED)
+        raise SystemExit(int(error.exit_code)) from error
 
 
 def preload() -> PlatformName:
@@ -92,7 +101,7 @@ def _tell_once(sentence: str) -> None:
             told.write(sentence)
 
 
-def _load_worker() -> Any:
+def load_worker() -> Any:
     """The elastic worker; its module is only imported for elastic runs."""
     from megatron_elas import worker
 

@@ -1,4 +1,4 @@
-"""``elas``: looks at a running job, strikes it, and checks the installation."""
+"""``elas``: looks at a running job, strikes it, checks the installation, and patches a checkout of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 from websockets.sync.client import connect
 
+from megatron_elas.cli import patch
 from megatron_elas.control.environment import TOKEN_VARIABLE
 from megatron_elas.control.messages import Answer, BadMessage, InjectRequest, StatusRequest, decode_answer, encode
 from megatron_elas.control.run_dir import JobFile, find_jobs
@@ -42,7 +44,15 @@ def build_parser() -> argparse.ArgumentParser:
         which = command.add_mutually_exclusive_group()
         which.add_argument("--job", metavar="RUN_ID", help="its run id, or how it begins; default: the only job here")
         which.add_argument("--controller", metavar="ws://HOST:PORT", help="where its controller listens")
-    commands.add_parser("doctor", help="check the installed Megatron against what is attached to it")
+    doctor = commands.add_parser(
+        "doctor", help="check the installed Megatron against what is attached to it", allow_abbrev=False
+    )
+    doctor.add_argument("path", nargs="?", metavar="PATH", help="a checkout of Megatron-LM, to be checked instead")
+    own_script = commands.add_parser("patch", help="let a checkout's own pretrain_gpt.py take --elastic")
+    actions = own_script.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=_Parser)
+    for name, text in patch.ACTIONS.items():
+        action = actions.add_parser(name, help=text, allow_abbrev=False)
+        action.add_argument("path", metavar="PATH", help="the top folder of a checkout of Megatron-LM")
     return parser
 
 
@@ -52,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = build_parser().parse_args(argv)
         match flags.command:
             case "doctor":
-                return diagnose()
+                return diagnose(flags.path)
+            case "patch":
+                print(patch.run(flags.action, flags.path))
+                return ExitCode.FINISHED
             case "inject":
                 request: InjectRequest | StatusRequest = InjectRequest(fault=str(parse_fault(flags.fault)))
             case _:
@@ -132,8 +145,15 @@ def ask(address: str, token: str, request: InjectRequest | StatusRequest) -> Ans
         raise ElasticError(f"the controller at {address} does not answer: {error}") from error
 
 
-def diagnose() -> int:
-    """Compare the installed Megatron with what is attached to it; 6 when something moved."""
+def diagnose(checkout: str | None) -> int:
+    """Compare a Megatron with what is attached to it; 6 when something moved.
+
+    Args:
+        checkout: Its top folder; the installed one when None.
+    """
+    if checkout is not None:
+        patch.read_version(Path(checkout).resolve())
+        sys.path.insert(0, str(Path(checkout).resolve()))
     # Loaded here only: it imports torch and Megatron, which no other command needs.
     seams = importlib.import_module("megatron_elas.host.seams")
     findings = seams.check_all()

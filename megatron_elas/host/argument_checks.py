@@ -41,7 +41,7 @@ def check_supported(args: argparse.Namespace) -> None:
     for name, flag in UNSUPPORTED_FLAGS.items():
         if getattr(args, name, None):
             raise BadUsage(
-                f"{flag} is not supported by megatron_elas.pretrain_gpt, which pretrains on plain GPT samples: "
+                f"{flag} is not supported by megatron_elas, which pretrains on plain GPT samples: "
                 f"leave it out, or use Megatron's own pretrain_gpt.py without --elastic"
             )
 

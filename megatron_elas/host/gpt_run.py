@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 import traceback
@@ -27,6 +28,7 @@ from megatron_elas.spec.errors import BadUsage, ElasticError, ExitCode
 
 TOKENIZER_DEFAULT = {"tokenizer_type": "GPT2BPETokenizer"}
 """As in Megatron's own entry."""
+TWO_HANDLERS = "--elastic and --inprocess-restart both want to handle lost workers: leave one of them out"
 
 
 def attach(platform: PlatformName, *, elastic: bool = False) -> None:
@@ -84,11 +86,10 @@ def run(
     added = missing_defaults(words) if platform == "cpu" else []
     # Megatron reads sys.argv, also later; our words come first so that the user's win.
     with _command_line([*added, *words]):
-        args = _read_arguments()
+        args = read_arguments(add_entry_arguments)
         attach(platform, elastic=args.elastic)
         patching.require(gpt_seams.ROWS)
-        if added and args.rank == 0:
-            print(f"megatron_elas: no accelerator here, so this run has {' '.join(added)}", flush=True)
+        say_added(added)
         _set_single_worker()
         set_startup_timestamps(program_start=started_s, main_entry=started_s)
         if args.elastic:
@@ -97,24 +98,44 @@ def run(
             _train_stock()
 
 
-def _read_arguments() -> argparse.Namespace:
-    """Parse and check the command line, without any effect on Megatron."""
-    args: argparse.Namespace = parse_args(add_entry_arguments)
+def say_added(words: Sequence[str]) -> None:
+    """Tell the user of the flags that were added for the CPU, if any, on the first rank."""
+    if words and os.environ.get("RANK", "0") == "0":
+        print(f"megatron_elas: no accelerator here, so this run has {' '.join(words)}", flush=True)
+
+
+def read_arguments(provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser]) -> argparse.Namespace:
+    """Parse and check the command line, without any effect on Megatron.
+
+    Args:
+        provider: Adds the arguments that are not Megatron's own, those of ``add_entry_arguments`` among them.
+
+    Raises:
+        BadUsage: They cannot work.
+    """
+    args: argparse.Namespace = parse_args(provider)
     if args.elastic and "ELAS_CONTROLLER" not in os.environ:
         raise BadUsage("--elastic needs elasrun: start the job with elasrun, not with torchrun or python")
     if args.elastic_inject and not args.elastic:
         raise BadUsage("--elastic-inject needs --elastic: without it nobody strikes faults, and nobody recovers")
     check_arguments(args)
     if args.elastic and args.inprocess_restart:
-        raise BadUsage("--elastic and --inprocess-restart both want to handle lost workers: leave one of them out")
+        raise BadUsage(TWO_HANDLERS)
     return args
 
 
 def _complete_arguments() -> tuple[argparse.Namespace, Any]:
-    """Let Megatron validate the arguments and describe the run. Its refusals become BadUsage."""
-    try:
+    """Let Megatron validate the arguments and describe the run."""
+    with refusals_told():
         args = parse_and_validate_args(extra_args_provider=add_entry_arguments, args_defaults=TOKENIZER_DEFAULT)
         return args, pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+
+
+@contextlib.contextmanager
+def refusals_told() -> Iterator[None]:
+    """Inside, what Megatron says against the arguments becomes BadUsage."""
+    try:
+        yield
     except ElasticError:
         raise
     except (AssertionError, ValueError, ImportError) as error:
@@ -134,9 +155,24 @@ def _train_stock() -> None:
 def _train_elastic(worker: ElasticWorker) -> None:
     """The same with the elastic worker around it."""
     args, container = _complete_arguments()
+    run_worker(worker, args, functools.partial(_call_pretrain, pretrain, container))
+
+
+def run_worker(worker: ElasticWorker, args: argparse.Namespace, train: Callable[..., None]) -> None:
+    """Join the job, train, and leave the job in the way that fits the end.
+
+    Args:
+        worker: Not used before.
+        args: Megatron's, validated.
+        train: Takes the keyword arguments that ``prepare`` gives, and trains to the end.
+
+    Raises:
+        ElasticError: How the job ended, unless it ended well.
+        SystemExit: Megatron ended the run itself.
+    """
     try:
         try:
-            _call_pretrain(pretrain, container, **worker.prepare(args))
+            train(**worker.prepare(args))
         except SystemExit as stop:
             if stop.code in (None, 0):
                 worker.finish()
