@@ -96,7 +96,7 @@ def _tell_once(sentence: str) -> None:
         return
     with open(os.path.join(run_dir, "told"), "a") as told:
         fcntl.flock(told, fcntl.LOCK_EX)
-        if told.tell() == 0:
+        if os.fstat(told.fileno()).st_size == 0:  # not told.tell(), which is where it ended before the lock was had
             print(sentence, file=sys.stderr, flush=True)
             told.write(sentence)
 

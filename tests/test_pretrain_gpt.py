@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_elas import pretrain_gpt
+from megatron_elas.cli import elas
 from tests.forker import Forker, JobResult, running_forker
+from tests.megatron_checkout import copy_checkout
 from tests.training_jobs import CPU_FLAGS, MOCK_DATA, TINY
 
 pytestmark = pytest.mark.process
@@ -85,10 +89,12 @@ def test_without_elastic_a_run_is_bit_for_bit_that_of_a_plain_use_of_megatron(
     assert all(len(state) > 10 for state in states(tmp_path / "ours"))
 
 
-def test_without_elastic_a_run_is_bit_for_bit_that_of_megatrons_own_script(forker: Forker, tmp_path: Path) -> None:
-    root = os.environ.get("MEGATRON_LM_ROOT", "")
-    if not (Path(root) / "pretrain_gpt.py").is_file() or not root:
-        pytest.skip("MEGATRON_LM_ROOT does not point to a checkout of Megatron-LM core_v0.19.x")
+@pytest.mark.parametrize("action", ["revert", "apply"], ids=["unpatched", "patched"])
+def test_without_elastic_a_run_is_bit_for_bit_that_of_megatrons_own_script(
+    action: str, forker: Forker, tmp_path: Path
+) -> None:
+    root = str(copy_checkout(tmp_path / "checkout"))
+    assert elas.main(["patch", action, root]) == 0
     ours = train(forker, 2, tmp_path / "ours", "--hidden-dropout", "0.1")
     target = "tests.training_jobs:run_checkout"
     stock = train(forker, 2, tmp_path / "stock", "--hidden-dropout", "0.1", *CPU_FLAGS, target=target, root=root)
@@ -173,6 +179,23 @@ def test_bad_input_gets_one_sentence_from_the_first_rank_only(forker: Forker, tm
     assert sentence in told[0]
     assert "Traceback" not in result.logs[0]
     assert "megatron_elas" not in result.logs[1]
+
+
+def test_a_worker_that_waited_for_another_one_to_speak_is_silent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def another_speaks_first(file: object, operation: int) -> None:
+        (tmp_path / "told").write_text("said already")
+
+    monkeypatch.setenv("ELAS_RUN_DIR", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", another_speaks_first)
+        pretrain_gpt._tell_once("no")
+    assert capsys.readouterr().err == ""
+    (tmp_path / "told").unlink()
+    pretrain_gpt._tell_once("yes")
+    pretrain_gpt._tell_once("yes")
+    assert capsys.readouterr().err == "yes\n"
 
 
 def test_a_missing_data_file_is_named(forker: Forker, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import tempfile
 import types
@@ -16,6 +17,7 @@ from megatron_elas.control.run_dir import JobFile, make_run_dir, write_job_file
 from tests.cli.launcher import FAST, TOY, launched
 from tests.control.jobs import make_job
 from tests.control.served import TOKEN, joined, serving
+from tests.megatron_checkout import copy_checkout
 
 pytestmark = pytest.mark.process
 
@@ -134,6 +136,26 @@ def test_the_doctor_says_what_moved(
     monkeypatch.setitem(sys.modules, "megatron_elas.host.seams", seams)
     assert elas.main(["doctor"]) == code
     assert all(problem in capsys.readouterr().out for problem in problems)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_the_doctor_looks_at_a_checkout_when_given_one(moved: bool, tmp_path: Path) -> None:
+    checkout = copy_checkout(tmp_path / "Megatron-LM")
+    if moved:
+        file = checkout / "megatron/training/arguments.py"
+        text = file.read_text()
+        file.write_text(text.replace("def parse_args(extra_args_provider=None,", "def parse_args(provider=None,"))
+        assert file.read_text() != text
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_elas.cli.elas", "doctor", str(checkout)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == (6 if moved else 0), ran.stdout + ran.stderr
+    assert ("megatron.training.arguments:parse_args (entry.parse-args) has changed" in ran.stdout) == moved
+    assert len(ran.stdout.splitlines()) == 1
+
+
+def test_the_doctor_refuses_what_is_no_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert elas.main(["doctor", str(tmp_path)]) == 2
+    assert f"{tmp_path} is no Megatron-LM checkout" in capsys.readouterr().err
 
 
 def test_the_job_file_is_for_its_owner_only() -> None:
