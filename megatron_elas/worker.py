@@ -28,6 +28,7 @@ from megatron_elas.runtime.session import Session
 from megatron_elas.runtime.transport.sockets import SocketTransport
 from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged, ExitCode, NotStarted
 from megatron_elas.spec.faults import Fault, FaultPhase, check_faults, parse_fault
+from megatron_elas.spec.job import JobSpec
 from megatron_elas.testing.faults import FaultInjector
 
 logger = logging.getLogger(__name__)
@@ -45,12 +46,8 @@ class Worker:
         Raises:
             BadUsage: A flag cannot work with --elastic, or this process was not started by elasrun.
         """
-        check_elastic_arguments(args, detect())
-        use_exchangeable_checkpoints(args)
+        self.job, faults = check(args)
         self._environment = environment = WorkerEnvironment.from_environ(os.environ)
-        self.job = describe_job(args)
-        faults = [parse_fault(text) for text in args.elastic_inject or ()]
-        check_faults(faults, self.job.world_size)
         self._session: Session | None = None
         self._ready = threading.Event()
         """Set when the link's thread may use this object."""
@@ -181,6 +178,16 @@ def _own_address(controller: str, first_node: str) -> str:
 
 
 _worker: list[Worker] = []
+
+
+def check(args: Any) -> tuple[JobSpec, list[Fault]]:
+    """The job and the faults to inject. Refuses what cannot work, before anything is joined; raises BadUsage."""
+    check_elastic_arguments(args, detect())
+    use_exchangeable_checkpoints(args)
+    job = describe_job(args)
+    faults = [parse_fault(text) for text in args.elastic_inject or ()]
+    check_faults(faults, job.world_size)
+    return job, faults
 
 
 def prepare(args: Any) -> dict[str, Any]:

@@ -7,10 +7,12 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from megatron_elas.cli.dry_run import show_dry_run
 from megatron_elas.cli.launch_flags import find_ignored, read_options
 from megatron_elas.control.first_node import run_first_node
+from megatron_elas.control.launch_options import LaunchOptions
 from megatron_elas.control.other_node import run_other_node
 from megatron_elas.spec.errors import ElasticError
 
@@ -25,12 +27,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = read_options(arguments, os.environ)
         if ignored := find_ignored(arguments):
             print(f"elasrun: {ignored}", file=sys.stderr)
-        end = asyncio.run(run_first_node(options) if options.node_rank == 0 else run_other_node(options))
+    except ElasticError as error:
+        print(f"elasrun: {error}", file=sys.stderr)
+        return error.exit_code
+    if options.dry_run:
+        return _run(lambda: show_dry_run(options, os.environ))
+    exit_code = _run(lambda: _train(options))
+    if options.exit_code_file is not None and options.node_rank == 0:
+        try:
+            options.exit_code_file.write_text(f"{exit_code}\n")
+        except OSError as error:
+            print(f"elasrun: --exit-code-file could not be written: {error}", file=sys.stderr)
+    return exit_code
+
+
+def _run(work: Callable[[], int]) -> int:
+    try:
+        return work()
     except ElasticError as error:
         print(f"elasrun: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:  # before anything was started that could be told
         return 128 + signal.SIGINT
+
+
+def _train(options: LaunchOptions) -> int:
+    end = asyncio.run(run_first_node(options) if options.node_rank == 0 else run_other_node(options))
     if end.sentence:
         print(f"elasrun: {end.sentence} (exit code {end.exit_code})", file=sys.stderr)
     return end.exit_code

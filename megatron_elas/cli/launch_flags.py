@@ -24,6 +24,8 @@ DEFAULT_PORT = 29400
 """torchrun's default rendezvous port; the controller's, on several nodes."""
 DEFAULT_PRELOADS = {"megatron_elas.pretrain_gpt": "megatron_elas.pretrain_gpt:preload"}
 """What a fork can share, by the module that is launched."""
+DRY_RUN_ENTRIES = frozenset({"megatron_elas.pretrain_gpt"})
+"""Modules that take ``--elastic-dry-run FILE`` and then say what they would train."""
 DEVICE_FILES = {"gpu": r"nvidia\d+", "npu": r"davinci\d+"}
 """In /dev, one per accelerator."""
 VISIBLE_DEVICES = {"gpu": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -73,6 +75,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("log-dir", metavar="DIR", help="write each worker's output to DIR/workerN.log")
     add("start-method", choices=["auto", "fork", "spawn"], default="auto", help="auto forks where no accelerator is")
     add("preload", metavar="MODULE:FUNCTION", help="called once, before workers are forked; none switches it off")
+    add(
+        "exit-code-file",
+        metavar="FILE",
+        help="node 0 writes the job's exit code there, for schedulers that report another",
+    )
+    add(
+        "dry-run",
+        action="store_true",
+        help="check everything, print grid, memory and environment of the workers, and start nothing",
+    )
     for field in fields(ControlTimeouts):
         meaning = f"{TIMEOUT_HELP[field.name]}; default: {field.default:g} s"
         add(field.name.replace("_", "-"), default=str(field.default), metavar="S", help=meaning)
@@ -115,12 +127,14 @@ def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptio
         controller_port=port,
         master_address=flags.master_addr or host,
         master_port=None if flags.master_port is None else _read_port("--master-port", flags.master_port),
-        run_id=flags.rdzv_id or secrets.token_hex(4),
+        run_id=flags.rdzv_id or ("" if flags.dry_run else secrets.token_hex(4)),
         token=_read_token(flags.token_file, environ, nnodes),
         target=target,
         preload=_choose_preload(flags.preload, target, fresh),
         fresh=fresh,
-        log_dir=_make_log_dir(flags.log_dir),
+        log_dir=_make_log_dir(flags.log_dir, keep=not flags.dry_run),
+        exit_code_file=None if flags.exit_code_file is None else _check_writable(flags.exit_code_file),
+        dry_run=flags.dry_run,
         timeouts=ControlTimeouts(
             **{field.name: _read_seconds(field.name, getattr(flags, field.name)) for field in fields(ControlTimeouts)}
         ),
@@ -276,12 +290,23 @@ def _choose_preload(given: str | None, target: Target, fresh: bool) -> str | Non
     return given
 
 
-def _make_log_dir(given: str | None) -> Path | None:
+def _make_log_dir(given: str | None, *, keep: bool) -> Path | None:
+    """The folder, made; removed again unless it is to be kept."""
     if given is None:
         return None
     path = Path(given).absolute()
+    new = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadUsage(f"--log-dir {given} cannot be made: {error.strerror}") from error
+    for folder in () if keep else new:
+        folder.rmdir()
+    return path
+
+
+def _check_writable(given: str) -> Path:
+    path = Path(given).absolute()
+    if path.is_dir() or not path.parent.is_dir():
+        raise BadUsage(f"--exit-code-file {given} cannot be written: give the path of a file in an existing folder")
     return path

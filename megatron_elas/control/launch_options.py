@@ -30,12 +30,17 @@ class LaunchOptions:
     master_port: int | None
     """None lets node 0 choose."""
     run_id: str
+    """Empty in a dry run unless it was given."""
     token: str
     target: Target
     preload: str | None
     fresh: bool
     """Workers are new Python processes instead of forks."""
     log_dir: Path | None
+    exit_code_file: Path | None
+    """Written by node 0 when the job has ended."""
+    dry_run: bool
+    """Only say what would be started."""
     timeouts: ControlTimeouts
 
     @property

@@ -16,7 +16,7 @@ from megatron.training import inprocess_restart, pretrain, set_startup_timestamp
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args, parse_args
 
-from megatron_elas.host import cpu_fixes, gpt_seams, patching, upstream_fixes
+from megatron_elas.host import cpu_fixes, dry_run, gpt_seams, patching, upstream_fixes
 from megatron_elas.host.argument_checks import check_arguments
 from megatron_elas.host.argument_files import expand_files
 from megatron_elas.host.arguments import add_entry_arguments
@@ -49,6 +49,9 @@ def attach(platform: PlatformName, *, elastic: bool = False) -> None:
 class ElasticWorker(Protocol):
     """What this module needs of ``megatron_elas.worker``, which lies above it."""
 
+    def check(self, args: argparse.Namespace) -> object:
+        """Refuse what cannot work, without joining the job."""
+
     def prepare(self, args: argparse.Namespace) -> dict[str, Any]:
         """Join the job. Gives keyword arguments for ``pretrain``, such as ``store`` and ``pg_collection``."""
 
@@ -69,7 +72,7 @@ def run(
     load_worker: Callable[[], ElasticWorker],
     started_s: float,
 ) -> None:
-    """Train as the command line says.
+    """Train as the command line says, or say what would be trained.
 
     Args:
         argv: Without the program's name; may hold ``@file`` words.
@@ -89,6 +92,9 @@ def run(
         args = read_arguments(add_entry_arguments)
         attach(platform, elastic=args.elastic)
         patching.require(gpt_seams.ROWS)
+        if args.elastic_dry_run is not None:
+            _describe(args.elastic_dry_run, platform, added, load_worker)
+            return
         say_added(added)
         _set_single_worker()
         set_startup_timestamps(program_start=started_s, main_entry=started_s)
@@ -142,6 +148,18 @@ def refusals_told() -> Iterator[None]:
         # An assertion without a text is told by its source line.
         line = traceback.extract_tb(error.__traceback__)[-1].line
         raise BadUsage(f"Megatron refuses these arguments: {str(error).strip() or line}") from error
+
+
+def _describe(
+    path: str, platform: PlatformName, added: Sequence[str], load_worker: Callable[[], ElasticWorker]
+) -> None:
+    """Refuse what a run would refuse before its first process group; write what it would be into the file."""
+    dry_run.keep_writers_closed()
+    args, container = _complete_arguments()
+    refusal = dry_run.find_elastic_refusal(args, platform)
+    if args.elastic and platform == "cpu":
+        load_worker().check(args)
+    dry_run.write_facts(path, args, container.model.transformer, platform, added, refusal)
 
 
 def _train_stock() -> None:

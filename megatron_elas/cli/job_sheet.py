@@ -1,0 +1,287 @@
+"""The text of a dry run: workers, grid, memory, environment."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_elas.control.environment import TOKEN_VARIABLE
+from megatron_elas.control.launch_options import LaunchOptions
+from megatron_elas.planner.memory import WorkerMemory, estimate_activations, estimate_memory, total_parameters
+from megatron_elas.planner.plan import initial_plan
+from megatron_elas.spec.errors import ExitCode
+from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.shape import ModelShape, RunFacts, TrainingShape
+
+GIB = 1 << 30
+LATER = "(at start)"
+"""In place of what the launcher of node 0, or a node's own, chooses when it starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeWorker:
+    """A worker that would be started."""
+
+    worker: int
+    node: int
+    environ: dict[str, str]
+    """Only what its launcher sets."""
+
+    @property
+    def domain(self) -> str:
+        """Failure domain."""
+        return self.environ["ELAS_DOMAIN"]
+
+
+class JobSheet:
+    """Everything about one launch line that is known before it runs."""
+
+    def __init__(self, options: LaunchOptions, workers: Sequence[NodeWorker], facts: RunFacts | None) -> None:
+        """``facts`` are None for a script that cannot be asked."""
+        self._options = options
+        self._workers = workers
+        self._facts = facts
+        self._plan: ElasticPlan | None = None
+        if facts is not None and facts.job is not None:
+            self._plan = initial_plan(facts.job, {worker.worker: worker.domain for worker in workers})
+
+    def describe(self) -> str:
+        """The whole text."""
+        parts = [self._describe_launch()]
+        facts = self._facts
+        if facts is None:
+            parts.append(
+                "Grid and memory are told for -m megatron_elas.pretrain_gpt only; this script was not looked into."
+            )
+        else:
+            parts.append(self._describe_run(facts))
+            if self._plan is None or facts.job is None or facts.shape is None or facts.training is None:
+                parts.append(f"Grid and memory cannot be told with {', '.join(facts.uncovered)}.")
+            else:
+                parts.append(self._describe_grid(self._plan, facts.shape, facts.elastic))
+                parts.append(self._describe_memory(self._plan, facts.job, facts.shape, facts.training, facts))
+        parts.append(self._describe_environment())
+        return "\n\n".join(parts)
+
+    # ------------------------------------------------------------ launch
+
+    def _describe_launch(self) -> str:
+        options = self._options
+        target = options.target
+        python = ["python", *(["-m"] if target.is_module else []), target.name, *target.arguments]
+        start = "new Pythons" if options.fresh else "forks" + (f" after {options.preload}" if options.preload else "")
+        where = "this node" if options.nnodes == 1 else f"{options.controller_host}:{options.controller_port}, node 0"
+        return _pairs(
+            ("dry run", "nothing is started; ports, other nodes and files of checkpoints are not looked at"),
+            ("workers", f"{options.launch.world_size} on {_count(options.nnodes, 'node')}, {start}"),
+            ("controller", where),
+            ("command", shlex.join(python)),
+        )
+
+    # ------------------------------------------------------------ run
+
+    def _describe_run(self, facts: RunFacts) -> str:
+        pairs = [("platform", facts.platform + (f", so {' '.join(facts.added_flags)}" if facts.added_flags else ""))]
+        given = "given" if facts.elastic else "not given"
+        allowed = "allowed here" if facts.elastic_refusal is None else f"refused here: {facts.elastic_refusal}"
+        beyond = "; where there is an accelerator this release refuses it" if facts.platform == "cpu" else ""
+        pairs.append(("--elastic", f"{given}, {allowed}{beyond}"))
+        if facts.shape is not None and facts.job is not None:
+            shape, job = facts.shape, facts.job
+            pairs.append(
+                (
+                    "model",
+                    f"{total_parameters(shape) / 1e9:.3f} billion parameters, {sum(shape.layers)} layers, "
+                    f"vocabulary padded to {shape.vocab}",
+                )
+            )
+            pairs.append(
+                (
+                    "batch",
+                    f"{job.num_microbatches * job.micro_batch_size} samples of {shape.sequence} tokens = "
+                    f"{job.num_microbatches} micro-batches of {job.micro_batch_size}, "
+                    f"{job.num_microbatches // job.data_parallel} per cell and step",
+                )
+            )
+        return _pairs(*pairs)
+
+    # ------------------------------------------------------------ grid
+
+    def _describe_grid(self, plan: ElasticPlan, shape: ModelShape, elastic: bool) -> str:
+        stages = plan.placement.stages
+        lines = [
+            f"grid: tensor {plan.placement.tensor_parallel} x pipeline {len(stages)} x data {len(stages[0])}; "
+            f"the workers of a cell are listed by lane"
+        ]
+        node_of = {worker.worker: worker.node for worker in self._workers}
+        rows = []
+        first = 1
+        for number, (stage, layers) in enumerate(zip(stages, shape.layers, strict=True)):
+            holds = f"{first}-{first + layers - 1}" if layers else "none"
+            first += layers
+            for index, cell in enumerate(stage):
+                row = [str(number), holds, str(index), _ranges(cell.workers)]
+                row += [_ranges(node_of[worker] for worker in cell.workers), self._domains(cell.workers)]
+                if elastic:
+                    row.append(_ranges((plan.backup_of(worker) for worker in cell.workers), ordered=True))
+                rows.append(row)
+        head = ["stage", "layers", "cell", "workers", "node", "failure domain"]
+        lines.append(_table([*head, "copies kept by"] if elastic else head, rows))
+        if elastic:
+            lines += self._describe_losses(plan)
+        return "\n".join(lines)
+
+    def _domains(self, workers: Iterable[int]) -> str:
+        domain_of = {worker.worker: worker.domain for worker in self._workers}
+        names = list(dict.fromkeys(domain_of[worker] for worker in workers))
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+    def _describe_losses(self, plan: ElasticPlan) -> list[str]:
+        """What the loss of each failure domain would mean."""
+        members: dict[str, set[int]] = {}
+        for worker in self._workers:
+            members.setdefault(worker.domain, set()).add(worker.worker)
+        ends = {domain: end for domain, lost in members.items() if (end := _find_end(plan, lost)) is not None}
+        kind = "node" if self._options.nnodes > 1 else "worker"
+        if not ends:
+            controller = ", but for the launcher of node 0, which ends the job" if kind == "node" else ""
+            return [f"Any one {kind} may be lost{controller}."]
+        return [f"If {domain} is lost, the job ends: {end}." for domain, end in ends.items()]
+
+    # ------------------------------------------------------------ memory
+
+    def _describe_memory(
+        self, plan: ElasticPlan, job: JobSpec, shape: ModelShape, training: TrainingShape, facts: RunFacts
+    ) -> str:
+        groups: dict[tuple[int, WorkerMemory], list[int]] = {}
+        for worker in plan.placement.workers:
+            seat = plan.placement.seat(worker)
+            memory = estimate_memory(
+                shape,
+                training,
+                stage=seat.stage,
+                tensor_parallel=job.tensor_parallel,
+                cells=job.data_parallel,
+                micro_batch_size=job.micro_batch_size,
+                micro_batches=len(plan.items_of(worker)),
+                wards=len(plan.wards_of(worker)) if facts.elastic else None,
+            )
+            groups.setdefault((seat.stage, memory), []).append(worker)
+        host = ["own copies", "backups", "sum"] if facts.elastic else []
+        head = ["stage", "workers", "parameters", "weights", "gradients", "optimizer", "activations", "sum", *host]
+        rows = [
+            [str(stage), _ranges(workers), f"{memory.parameters / 1e6:.1f} M"]
+            + [_gib(value) for value in (memory.weights, memory.gradients, memory.optimizer, memory.activations)]
+            + [_gib(memory.device)]
+            + ([_gib(value) for value in (memory.own_copies, memory.backup_copies, memory.host)] if host else [])
+            for (stage, memory), workers in groups.items()
+        ]
+        sums = "device memory, and host memory for the copies that elasticity keeps" if host else "device memory"
+        lines = [f"memory per worker in GiB: {sums}", _table(head, rows)]
+        if host:
+            lines.append(f"Copies take up to {_gib(self._largest_node(groups))} GiB of a node's host memory.")
+        lines.append(
+            "Activations are an estimate, with attention fused unless --transformer-impl local is given. Not counted: "
+            "the processes, libraries, communication, fragmentation."
+        )
+        if facts.platform == "cpu":
+            lines.append("On the CPU all of it is host memory." + self._unfused(job, shape, training))
+        return "\n".join(lines)
+
+    def _largest_node(self, groups: Mapping[tuple[int, WorkerMemory], Sequence[int]]) -> int:
+        """Bytes of copies on the node that has most."""
+        node_of = {worker.worker: worker.node for worker in self._workers}
+        nodes: Counter[int] = Counter()
+        for (_, memory), workers in groups.items():
+            for worker in workers:
+                nodes[node_of[worker]] += memory.host
+        return max(nodes.values())
+
+    def _unfused(self, job: JobSpec, shape: ModelShape, training: TrainingShape) -> str:
+        """What the CPU's unfused attention takes beyond the table."""
+        if training.keeps_scores:
+            return ""
+        sizes = [
+            estimate_activations(
+                shape,
+                how,
+                0,
+                job.tensor_parallel,
+                micro_batch_size=job.micro_batch_size,
+                micro_batches=job.num_microbatches // job.data_parallel,
+            )
+            for how in (replace(training, keeps_scores=True), training)
+        ]
+        return f" Attention is not fused there: {_gib(sizes[0] - sizes[1])} GiB more activations on stage 0."
+
+    # ------------------------------------------------------------ environment
+
+    def _describe_environment(self) -> str:
+        environs = [self._complete(worker.environ) for worker in self._workers]
+        common = {name: value for name, value in environs[0].items() if all(e[name] == value for e in environs)}
+        own = [name for name in environs[0] if name not in common]
+        lines = ["environment: of every worker, beside that of its launcher"]
+        lines += [f"  {name}={value}" for name, value in sorted(common.items())]
+        if own:
+            lines.append("and of each")
+            lines.append(_table(own, [[environ[name] for name in own] for environ in environs]))
+        return "\n".join(lines)
+
+    def _complete(self, environ: dict[str, str]) -> dict[str, str]:
+        """With words for what is secret or not known yet."""
+        changes = {TOKEN_VARIABLE: "(secret)", "ELAS_RUN_DIR": LATER}
+        if self._options.master_port is None:
+            changes["MASTER_PORT"] = LATER
+        if not self._options.run_id:
+            changes["TORCHELASTIC_RUN_ID"] = LATER
+        if self._options.controller_port == 0:
+            changes["ELAS_CONTROLLER"] = environ["ELAS_CONTROLLER"].rpartition(":")[0] + f":{LATER}"
+        return {**environ, **changes}
+
+
+def _find_end(plan: ElasticPlan, lost: set[int]) -> str | None:
+    """Why the job would not outlive this loss."""
+    for number, cells in enumerate(plan.placement.without(lost).stages):
+        if not cells:
+            return f"stage {number} has no other cell (exit code {ExitCode.GAVE_UP:d})"
+    for owner, backup in plan.backups:
+        if owner in lost and backup in lost:
+            both = f"worker {owner} and its backup, worker {backup}, are lost together"
+            return f"{both} (exit code {ExitCode.STATE_INVALID:d})"
+    return None
+
+
+def _pairs(*pairs: tuple[str, str]) -> str:
+    width = max(len(name) for name, _ in pairs)
+    return "\n".join(f"{name:{width}}  {text}" for name, text in pairs)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    return "\n".join(
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    )
+
+
+def _ranges(numbers: Iterable[int | None], *, ordered: bool = False) -> str:
+    """``0-3 8``: runs of successive numbers, in the order given or ascending without repeats; "nobody" for none."""
+    known = [number for number in numbers if number is not None]
+    runs: list[list[int]] = []
+    for number in known if ordered else sorted(set(known)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return " ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "nobody"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.3g}" if size < GIB else f"{size / GIB:.1f}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,179 @@
+"""How much memory a worker needs, from the shape of the model and of the run. Pure arithmetic.
+
+# P parameters of a stage and lane, D cells of the stage, T lanes, e bytes of a weight.
+
+Per worker, in bytes::
+
+    weights     e P                 bucket padding (at most 256 elements per layer and cell) is not counted
+    gradients   g P                 g = 4 when reduced in fp32, else e
+    optimizer   12 P / D            fp32 master and Adam's two moments; 8 P / D when weights are fp32, being masters
+                                    themselves. Not divided by D without the distributed optimizer
+    copies      24 P / D            host memory, with --elastic only: two versions of master and moments in fp32
+                                    (runtime.store.ShardStore); once of the own shard, once for every ward's
+
+Sources: the first three are the table of Megatron Core's guide on the distributed optimizer (bf16 weights, fp32
+gradients: 6 + 12 / D bytes). Activations follow V. Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models" (arXiv 2205.05198), section 4 and table 2, term by term, so that grouped queries, gated MLPs, other
+widths and fp32 fit in; for GPT's layer in 16 bits with dropout they add up to the paper's ``s b h (34 + 5 a s / h)``.
+With 1F1B stage ``s`` of ``S`` holds ``min(S - s, micro-batches)`` forward passes at once.
+
+Not counted: the process itself and its libraries, communication buffers, workspaces, fragmentation, and what a recovery
+needs for a moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_elas.spec.shape import ModelShape, TrainingShape
+
+SHARD_SLOTS = 3
+"""fp32 values that are copied per parameter: master and two moments (spec.shards.SLOTS)."""
+VERSIONS = 2
+"""Of every copy (runtime.store.Versions)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerMemory:
+    """Of one worker, in bytes. On the CPU platform all of it is host memory."""
+
+    parameters: int
+    """Elements, not bytes."""
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """An estimate; the others are exact but for padding."""
+    own_copies: int
+    """Host memory."""
+    backup_copies: int
+    """Host memory: what is kept for wards."""
+
+    @property
+    def device(self) -> int:
+        """What has to fit on the accelerator."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+    @property
+    def host(self) -> int:
+        """What elasticity keeps in host memory."""
+        return self.own_copies + self.backup_copies
+
+
+def count_parameters(shape: ModelShape, stage: int, tensor_parallel: int) -> int:
+    """Parameters of one lane of a stage. The first stage has the embedding, the last the final norm and the head."""
+    last = len(shape.layers) - 1
+    embedding = shape.vocab * shape.hidden // tensor_parallel
+    total = shape.layers[stage] * _layer_parameters(shape, tensor_parallel)
+    if stage == 0:
+        total += embedding + shape.positions * shape.hidden
+    if stage == last:
+        total += shape.norm_vectors * shape.hidden
+        total += 0 if shape.tied and last == 0 else embedding
+    return total
+
+
+def _layer_parameters(shape: ModelShape, tensor_parallel: int) -> int:
+    hidden, queries = shape.hidden, shape.heads * shape.head_size
+    projected = queries + 2 * shape.kv_heads * shape.head_size
+    widened = (2 if shape.gated else 1) * shape.ffn
+    split = hidden * projected + queries * hidden + hidden * widened + shape.ffn * hidden
+    whole = shape.norm_vectors * (2 * hidden + (2 * shape.head_size if shape.qk_norm else 0))
+    if shape.linear_bias:
+        split += widened
+        whole += 2 * hidden
+    if shape.linear_bias or shape.qkv_bias:
+        split += projected
+    return split // tensor_parallel + whole
+
+
+def total_parameters(shape: ModelShape) -> int:
+    """Of the whole model, each once (a tied head is none of its own)."""
+    per_stage = sum(count_parameters(shape, stage, 1) for stage in range(len(shape.layers)))
+    copied = shape.tied and len(shape.layers) > 1
+    return per_stage - (shape.vocab * shape.hidden if copied else 0)
+
+
+def estimate_memory(
+    shape: ModelShape,
+    training: TrainingShape,
+    *,
+    stage: int,
+    tensor_parallel: int,
+    cells: int,
+    micro_batch_size: int,
+    micro_batches: int,
+    wards: int | None,
+) -> WorkerMemory:
+    """Memory of one worker of a stage.
+
+    Args:
+        shape: Of the model.
+        training: Of the run.
+        stage: Where the worker sits.
+        tensor_parallel: Lanes per cell.
+        cells: Of the stage.
+        micro_batch_size: Samples in a micro-batch.
+        micro_batches: That the cell runs in one step.
+        wards: Workers whose copies it keeps; None when the run is not elastic, and no copies are made at all.
+    """
+    parameters = count_parameters(shape, stage, tensor_parallel)
+    shard = -(-parameters // cells) if training.sharded_optimizer else parameters
+    copies = 0 if wards is None else VERSIONS * SHARD_SLOTS * 4 * shard
+    return WorkerMemory(
+        parameters=parameters,
+        weights=training.weight_bytes * parameters,
+        gradients=training.gradient_bytes * parameters,
+        optimizer=(8 if training.weight_bytes == 4 else 12) * shard,
+        activations=estimate_activations(
+            shape, training, stage, tensor_parallel, micro_batch_size=micro_batch_size, micro_batches=micro_batches
+        ),
+        own_copies=copies,
+        backup_copies=copies * (wards or 0),
+    )
+
+
+def estimate_activations(
+    shape: ModelShape,
+    training: TrainingShape,
+    stage: int,
+    tensor_parallel: int,
+    *,
+    micro_batch_size: int,
+    micro_batches: int,
+) -> int:
+    """Bytes that a worker holds for backward passes when it holds most."""
+    stages = len(shape.layers)
+    tokens = micro_batch_size * shape.sequence
+    lanes = tensor_parallel if training.sequence_parallel else 1
+    layer = _layer_activations(shape, training, tensor_parallel)
+    recomputed = 0.0
+    if training.recompute == "full":
+        layer, recomputed = training.weight_bytes * shape.hidden / lanes, layer
+    per_token = shape.layers[stage] * layer
+    if stage == 0:
+        per_token += 8 + (shape.hidden / lanes if training.hidden_dropout else 0)
+    total = min(stages - stage, micro_batches) * per_token + recomputed
+    if stage == stages - 1:
+        # Input of the final norm, its output, and logits in fp32.
+        total += 2 * training.weight_bytes * shape.hidden / lanes + 4 * shape.vocab / tensor_parallel
+    return round(total * tokens)
+
+
+def _layer_activations(shape: ModelShape, training: TrainingShape, tensor_parallel: int) -> float:
+    """Bytes per token of one layer."""
+    element = training.weight_bytes
+    lanes = tensor_parallel if training.sequence_parallel else 1
+    queries = shape.heads * shape.head_size
+    keys = queries if training.keeps_scores else shape.kv_heads * shape.head_size
+    # Inputs and outputs of both norms; a byte per element for each of the two dropout masks.
+    around = (4 * element + (2 if training.hidden_dropout else 0)) * shape.hidden / lanes
+    # Queries, keys, values, and what the attention gives.
+    attention = element * (2 * queries + 2 * keys)
+    # What the activation takes and gives.
+    mlp = element * ((3 if shape.gated else 2) * shape.ffn)
+    scores = 0
+    if training.keeps_scores and training.recompute == "none":
+        # The softmax; with dropout also its mask and what it gives.
+        scores = shape.heads * shape.sequence * (element + ((1 + element) if training.attention_dropout else 0))
+    return around + (attention + mlp + scores) / tensor_parallel
