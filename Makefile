@@ -41,6 +41,7 @@ check: lint types imports
 lint: venv
 	@$(RUN) -m ruff check --quiet --output-format=concise .
 	@$(RUN) -m ruff format --check --quiet --output-format=concise . || { echo "style: 'make format' mends the files above" >&2; exit 1; }
+	@PATH="$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH" shellcheck scripts/*.sh .ci/run
 
 types: venv
 	@$(RUN) -m mypy --strict $(TYPED)

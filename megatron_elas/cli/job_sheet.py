@@ -145,11 +145,14 @@ class JobSheet:
         for worker in self._workers:
             members.setdefault(worker.domain, set()).add(worker.worker)
         ends = {domain: end for domain, lost in members.items() if (end := _find_end(plan, lost)) is not None}
+        if self._options.nnodes > 1:
+            ends["node0"] = "the controller runs there"
         kind = "node" if self._options.nnodes > 1 else "worker"
-        if not ends:
-            controller = ", but for the launcher of node 0, which ends the job" if kind == "node" else ""
-            return [f"Any one {kind} may be lost{controller}."]
-        return [f"If {domain} is lost, the job ends: {end}." for domain, end in ends.items()]
+        spared = [domain for domain in members if domain not in ends]
+        lines = [f"If {domain} is lost, the job ends: {ends[domain]}." for domain in members if domain in ends]
+        if spared:
+            lines.append(f"Any one {kind} {'of the others ' if ends else ''}may be lost.")
+        return lines
 
     # ------------------------------------------------------------ memory
 

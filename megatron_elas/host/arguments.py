@@ -40,7 +40,20 @@ def add_entry_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         raise BadUsage(message + _suggest_flag(parser, message))
 
     parser.error = refuse  # type: ignore[method-assign]
-    return add_elastic_arguments(parser)
+    add_elastic_arguments(parser)
+    _mend_help(parser)
+    return parser
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Escape percent signs that argparse cannot format: with those of Megatron 0.19.2 --help ends in a ValueError."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help:
+            try:
+                formatter._expand_help(action)
+            except (ValueError, TypeError, KeyError):
+                action.help = action.help.replace("%", "%%")
 
 
 def _suggest_flag(parser: argparse.ArgumentParser, message: str) -> str:

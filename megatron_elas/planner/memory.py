@@ -173,7 +173,7 @@ def _layer_activations(shape: ModelShape, training: TrainingShape, tensor_parall
     # What the activation takes and gives.
     mlp = element * ((3 if shape.gated else 2) * shape.ffn)
     scores = 0
-    if training.keeps_scores and training.recompute == "none":
+    if training.keeps_scores and training.recompute != "selective":
         # The softmax; with dropout also its mask and what it gives.
         scores = shape.heads * shape.sequence * (element + ((1 + element) if training.attention_dropout else 0))
     return around + (attention + mlp + scores) / tensor_parallel

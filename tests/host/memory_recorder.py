@@ -1,0 +1,88 @@
+"""Run by ``elasrun``: ``pretrain_gpt``, which at its end writes down the memory that each worker holds.
+
+In the folder ELAS_TEST_OUT, ``memory.W.json``: where the worker sits, and bytes by kind. Activations are what autograd
+keeps of the first micro-batch, each storage once, without the parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_elas import pretrain_gpt
+
+
+def main() -> int:
+    """Train with recording switched on."""
+    pretrain_gpt.preload()
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_elas import worker
+
+    finish, forward = worker.finish, GPTModel.forward
+    kept: dict[int, int] = {}
+
+    def first_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch.autograd.graph import saved_tensors_hooks
+
+        GPTModel.forward = forward
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            return forward(model, *args, **kwargs)
+
+    def note(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def record_end() -> None:
+        from megatron_elas.host.attachment import attachment
+
+        attached = attachment()
+        sizes = measure(attached)
+        for buffer in all_buffers(attached):
+            kept.pop(buffer.param_data.untyped_storage().data_ptr(), None)
+        sizes["activations"] = sum(kept.values())
+        path = Path(os.environ["ELAS_TEST_OUT"]) / f"memory.{attached.worker}.json"
+        path.write_text(json.dumps(sizes))
+        finish()
+
+    GPTModel.forward = first_forward
+    worker.finish = record_end
+    return pretrain_gpt.main()
+
+
+def all_buffers(attached: Any) -> list[Any]:
+    """Parameter and gradient buffers of this worker."""
+    from megatron_elas.host.model import buffers_of
+
+    return list(buffers_of(attached.host._model))
+
+
+def measure(attached: Any) -> dict[str, int]:
+    """Stage, and bytes by kind."""
+    import torch
+
+    buffers = all_buffers(attached)
+    weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in buffers}
+    optimizer = 0
+    for part in attached.host._optimizer.chained_optimizers:
+        for main, state in part.optimizer.state.items():
+            tensors = [main, *(t for t in state.values() if isinstance(t, torch.Tensor) and t.numel() > 1)]
+            # Masters of fp32 weights are views of them.
+            optimizer += sum(t.nbytes for t in tensors if t.untyped_storage().data_ptr() not in weights)
+    store = attached.session._state.store
+    return {
+        "stage": attached.route.seat.stage,
+        "weights": sum(buffer.param_data.nbytes for buffer in buffers),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "optimizer": optimizer,
+        "own_copies": store.own.num_bytes,
+        "backup_copies": sum(copies.num_bytes for copies in store.wards.values()),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
