@@ -54,7 +54,8 @@ srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --cpu-bind=none \
     --no-kill --kill-on-bad-exit=0 --wait=0 "$repo/scripts/launch_llama_$model.sh" "$@" </dev/null &
 step=$!
 
-# A signal cuts the wait short: pass it on, and wait again. elasrun ends its workers and gives 128 plus its number.
+# A signal cuts the wait short: pass it on, and wait again. elasrun ends its workers, within its --grace-s of 10 (Slurm
+# kills after KillWait, 30 unless changed), and gives 128 plus the signal's number.
 waiting=yes
 trap 'waiting=yes; kill -TERM "$step" 2>/dev/null || true' TERM INT HUP
 while [ "$waiting" = yes ]; do
