@@ -149,7 +149,11 @@ class JobSheet:
             ends["node0"] = "the controller runs there"
         kind = "node" if self._options.nnodes > 1 else "worker"
         spared = [domain for domain in members if domain not in ends]
-        lines = [f"If {domain} is lost, the job ends: {ends[domain]}." for domain in members if domain in ends]
+        alike: dict[str, list[str]] = {}
+        for domain in members:
+            if domain in ends:
+                alike.setdefault(ends[domain], []).append(domain)
+        lines = [f"If {' or '.join(domains)} is lost, the job ends: {end}." for end, domains in alike.items()]
         if spared:
             lines.append(f"Any one {kind} {'of the others ' if ends else ''}may be lost.")
         return lines

@@ -77,6 +77,15 @@ def test_a_line_without_elastic_has_no_copies_and_is_told_whether_it_could_have_
     assert "--elastic  not given, refused here: --elastic does not cover --fp16 yet" in outcome.out
 
 
+def test_what_a_lost_worker_or_its_node_would_mean_is_told() -> None:
+    single = dry_run("--nproc-per-node", "2", *ENTRY, "--elastic", "--pipeline-model-parallel-size", "2")
+    assert "If worker0 is lost, the job ends: stage 0 has no other cell (exit code 3)." in single.out
+    assert "If worker1 is lost, the job ends: stage 1 has no other cell (exit code 3)." in single.out
+    assert "may be lost" not in single.out
+    outcome = dry_run("--nproc-per-node", "2", *ENTRY, "--elastic", "--tensor-model-parallel-size", "2")
+    assert "If worker0 or worker1 is lost, the job ends: stage 0 has no other cell (exit code 3)." in outcome.out
+
+
 def test_where_elastic_is_refused_all_is_told_and_then_the_refusal() -> None:
     outcome = dry_run("--nproc-per-node", "2", *ENTRY, *CUDA_FLAGS, "--elastic", MEGATRON_ELAS_PLATFORM="cuda")
     assert outcome.code == 2

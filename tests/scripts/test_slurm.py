@@ -183,6 +183,7 @@ def test_wrong_arguments_end_the_job_with_their_code(sbatch: Submit) -> None:
     assert batch.secrets == []
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_batch_script_ends_all_nodes(sbatch: Submit) -> None:
     batch = sbatch("tiny", *FLAGS, TRAIN_ITERS="100000")
     batch.wait_for("iteration +2/")
