@@ -28,8 +28,6 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         metavar="PREFIX",
         help="Write the sample ids of every step to PREFIX.WORKER, one JSON line per step.",
     )
-    # For elasrun --dry-run: check everything, write spec.shape.RunFacts as JSON into the file, and end.
-    group.add_argument("--elastic-dry-run", metavar="FILE", help=argparse.SUPPRESS)
     return parser
 
 
@@ -41,6 +39,8 @@ def add_entry_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 
     parser.error = refuse  # type: ignore[method-assign]
     add_elastic_arguments(parser)
+    # For elasrun --dry-run: check everything, write spec.shape.RunFacts as JSON into the file, and end.
+    parser.add_argument("--elastic-dry-run", metavar="FILE", help=argparse.SUPPRESS)
     _mend_help(parser)
     return parser
 
