@@ -1,6 +1,6 @@
 """What elasticity costs while nothing happens, and what a lost worker costs: ours against a restart.
 
-    python benchmarks/recovery.py [--quick] [--only PART ...] [--grids 2x2 2x4] [--turns 3] [--kills 5] [--growth-kills 3]
+    python benchmarks/recovery.py [--quick] [--only grids copies growth] [--grids 2x2 2x4] [--turns 3] [--kills 5]
 
 A grid PxD has P pipeline stages and D data-parallel rows. All figures of a grid come from one run of this program, the
 variants taking turns, on this machine's CPU. Takes about ten minutes on two idle cores. Prints tables, and lines

@@ -111,9 +111,13 @@ def run_elastic(
     command = [sys.executable, "-m", "megatron_elas.cli.elasrun", "--nproc-per-node", str(workers)]
     done = subprocess.run(
         [*command, "--log-dir", str(log_dir), *target, *flags],
-        env={**ENVIRONMENT, **(environ or {})}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+        env={**ENVIRONMENT, **(environ or {})},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
         timeout=JOB_LIMIT_S,
-    )  # fmt: skip
+    )
     logs = [line for log in sorted(log_dir.glob("*.log")) for line in log.read_text().splitlines()]
     if done.returncode != 0:
         sys.exit("\n".join([*logs[-40:], done.stdout[-3000:], f"a job failed with exit code {done.returncode}"]))

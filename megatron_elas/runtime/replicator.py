@@ -14,7 +14,6 @@ from megatron_elas.runtime.communicator.buffers import as_bytes
 from megatron_elas.runtime.store import ShardStore
 from megatron_elas.runtime.transport.base import Part, Transport
 
-
 ASKING = 1 << 16
 """Added to the tag of what backups say about a version; versions take the bits below."""
 _HERE, _MISSING = b"\0", b"\1"

@@ -30,7 +30,9 @@ def test_one_bit_anywhere_changes_the_checksum(dtype: torch.dtype) -> None:
     for element in (0, 1, 1279, 2559):
         for bit in (0, bits - 2, bits - 1):
             changed = flat.clone()
-            changed.view(words)[element] ^= torch.tensor(-(2 ** (bits - 1)) if bit == bits - 1 else 1 << bit, dtype=words)
+            changed.view(words)[element] ^= torch.tensor(
+                -(2 ** (bits - 1)) if bit == bits - 1 else 1 << bit, dtype=words
+            )
             assert hash_parameters(model_of(changed)) != expected, (element, bit)
 
 
