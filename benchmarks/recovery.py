@@ -1,122 +1,138 @@
 """What elasticity costs while nothing happens, and what a lost worker costs: ours against a restart.
 
-    python benchmarks/recovery.py [--kills 5] [--turns 3] [--grids 2x2 2x4]
+    python benchmarks/recovery.py [--quick] [--only grids copies growth] [--grids 2x2 2x4] [--turns 3] [--kills 5]
 
 A grid PxD has P pipeline stages and D data-parallel rows. All figures of a grid come from one run of this program, the
-variants taking turns, on this machine's CPU. Prints a table and lines ``RESULT name=value unit``:
+variants taking turns, on this machine's CPU. Takes about ten minutes on two idle cores. Prints tables, and lines
+``RESULT name=value unit``:
 
+    steady and recovery, tiny Llama, for every grid:
     elastic_on_vs_stock@GRID     step time with --elastic / stock Megatron on gloo
     recovery_beyond_step_s@GRID  fault to the next committed step, less one normal step of the grid that is left
     recovery_vs_restart@GRID     work lost to a restart by torchrun from the last checkpoint / work lost to us
+
+    copies, a larger model on P 2 x D 2:
+    elastic_on_vs_stock@pp2dp2_larger  as above
+    copies_on_vs_off@pp2dp2_larger     step time with --elastic / the same without sending copies to backups
+
+    growth, a line through the times of each phase (recovery_growth.py):
+    recovery_PHASE_ms_per_layer, _per_mb, _per_worker   slopes: per layer and per MB of optimizer state of a stage
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import re
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
+from recovery_growth import measure_growth
+from training_jobs import LINE, Grid, Model, Torchrun, run_elastic, train_flags
 
-REPO = Path(__file__).resolve().parent.parent
 STEPS = 40
 WARM_UP = 8
 """Steps at the start that are not counted."""
 FAULT_STEP = 15
 SAVE_INTERVAL = 5
-LINE = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([0-9.]+)")
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+LARGER = Model(layers=4, hidden=512)
+LARGER_STEPS = 14
+LARGER_WARM_UP = 5
+PARTS = ("grids", "copies", "growth")
 
 
 def main() -> None:
-    """Measure every grid."""
+    """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=5, help="kills per grid (default 5)")
-    parser.add_argument("--turns", type=int, default=3, help="runs of each variant for the step time (default 3)")
+    parser.add_argument("--quick", action="store_true", help="one turn and kill each, fewer sizes: about four minutes")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure (default: all)")
     parser.add_argument("--grids", nargs="+", default=["2x2", "2x4"], metavar="PxD")
+    parser.add_argument("--turns", type=int, help="runs of each variant for the step time (default 3, quick 1)")
+    parser.add_argument("--kills", type=int, help="kills per grid (default 5, quick 1)")
+    parser.add_argument("--growth-kills", type=int, help="kills per size (default 3, quick 1)")
     options = parser.parse_args()
-    for grid in options.grids:
-        stages, rows = map(int, grid.split("x"))
-        with tempfile.TemporaryDirectory(prefix="elas-bench-") as folder:
-            measure_grid(Path(folder), stages, rows, options.turns, options.kills)
+    turns, kills, growth_kills = (
+        given or (1 if options.quick else default)
+        for given, default in ((options.turns, 3), (options.kills, 5), (options.growth_kills, 3))
+    )
+    with tempfile.TemporaryDirectory(prefix="elas-bench-") as folder:
+        if "grids" in options.only:
+            for grid in map(Grid.parse, options.grids):
+                measure_steady(Path(folder), grid, turns)
+                measure_recovery(Path(folder), grid, kills, max(1, turns - 1))
+        if "copies" in options.only:
+            measure_copies(Path(folder), max(1, turns - 1))
+        if "growth" in options.only:
+            measure_growth(Path(folder), growth_kills, options.quick)
 
 
-def measure_grid(folder: Path, stages: int, rows: int, turns: int, kills: int) -> None:
-    """All figures of one grid."""
-    name = f"pp{stages}dp{rows}"
-    flags = train_flags(stages, rows)
-    workers = stages * rows
-    stock, elastic = [], []
+def measure_steady(folder: Path, grid: Grid, turns: int) -> None:
+    """Step time of undisturbed runs."""
+    flags = train_flags(Model(), grid, STEPS)
+    variants: dict[str, tuple[list[str], dict[str, str]]] = {
+        "stock": (flags, {}),
+        "elastic": ([*flags, "--elastic"], {}),
+    }
+    times = time_in_turns(folder / f"{grid}-steady", grid, variants, turns, WARM_UP)
+    print(f"{grid}: ms per step, " + ", ".join(f"{name} {format_all(values)}" for name, values in times.items()))
+    print_ratio(f"elastic_on_vs_stock@{grid}", times["elastic"], times["stock"])
+
+
+def measure_copies(folder: Path, turns: int) -> None:
+    """Step time of a larger model: stock, with --elastic, and with --elastic but no copies."""
+    grid = Grid(stages=2, rows=2)
+    flags = train_flags(LARGER, grid, LARGER_STEPS)
+    variants: dict[str, tuple[list[str], dict[str, str]]] = {
+        "stock": (flags, {}),
+        "elastic": ([*flags, "--elastic"], {}),
+        "elastic without copies": ([*flags, "--elastic"], {"ELAS_BENCH_COPIES": "off"}),
+    }
+    times = time_in_turns(folder / "copies", grid, variants, turns, LARGER_WARM_UP)
+    print(f"\n{grid}, {LARGER.layers} layers of hidden size {LARGER.hidden}: ms per step, ", end="")
+    print(", ".join(f"{name} {format_all(values)}" for name, values in times.items()))
+    print_ratio(f"elastic_on_vs_stock@{grid}_larger", times["elastic"], times["stock"])
+    print_ratio(f"copies_on_vs_off@{grid}_larger", times["elastic"], times["elastic without copies"])
+
+
+def time_in_turns(
+    folder: Path, grid: Grid, variants: Mapping[str, tuple[list[str], dict[str, str]]], turns: int, warm_up: int
+) -> dict[str, list[float]]:
+    """Median milliseconds per step of each variant (flags, additions to the environment), one per turn."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(turns):
-        variants = [(stock, []), (elastic, ["--elastic"])]
-        for times, more in variants if turn % 2 else reversed(variants):
-            times.append(statistics.median(step_times_ms(run_elastic(workers, [*flags, *more]))))
-    ratios = [ours / theirs for ours, theirs in zip(elastic, stock, strict=True)]
-    print(f"{name}: ms per step, stock {format_all(stock)}, elastic {format_all(elastic)}")
-    print(f"RESULT elastic_on_vs_stock@{name}={statistics.median(ratios):.3f} ratio", flush=True)
+        order = list(variants) if turn % 2 else list(reversed(variants))
+        for name in order:
+            flags, environ = variants[name]
+            log_dir = folder / f"{len(times[name])}-{name.replace(' ', '-')}"
+            run = run_elastic(grid.workers, flags, log_dir, measured=True, environ=environ)
+            times[name].append(statistics.median(run.step_times_ms(warm_up)))
+    return times
 
+
+def measure_recovery(folder: Path, grid: Grid, kills: int, restarts: int) -> None:
+    """A lost worker: ours against a restart."""
+    flags = train_flags(Model(), grid, STEPS)
     tables, beyond_s = [], []
     for kill in range(kills):
-        worker = (kill * 3 + 1) % workers
-        log_dir = folder / f"{name}-kill{kill}"
+        worker = (kill * 3 + 1) % grid.workers
         fault = f"kill:worker={worker}@step={FAULT_STEP},phase=forward,microbatch=1"
-        lines = run_elastic(workers, [*flags, "--elastic", "--elastic-inject", fault], log_dir)
-        phases = json.loads((log_dir / "events.jsonl").read_text().splitlines()[0])
-        tables.append({key: value for key, value in phases.items() if isinstance(value, float) and key != "time_s"})
-        normal_ms = statistics.median(step_times_ms(lines, FAULT_STEP + 3))
-        beyond_s.append((phases["total"] - normal_ms) / 1e3)
-    print(f"{name}: recovery in ms, median of {kills} kills, each of another worker")
+        run = run_elastic(grid.workers, [*flags, "--elastic", "--elastic-inject", fault], folder / f"{grid}-kill{kill}")
+        (event,) = run.events
+        tables.append({key: value for key, value in event.items() if isinstance(value, float) and key != "time_s"})
+        beyond_s.append((event["total"] - statistics.median(run.step_times_ms(FAULT_STEP + 3))) / 1e3)
+    print(f"{grid}: recovery in ms, median of {kills} kills, each of another worker")
     for phase in tables[0]:
         print(f"    {phase:>10}  {statistics.median(table[phase] for table in tables):8.1f}")
     ours_s = statistics.median(beyond_s)
-    print(f"RESULT recovery_beyond_step_s@{name}={ours_s:.3f} s", flush=True)
+    print(f"RESULT recovery_beyond_step_s@{grid}={ours_s:.3f} s", flush=True)
 
-    restarts_s = [
-        lose_and_restart(folder / f"{name}-restart{turn}", workers, flags) for turn in range(max(1, turns - 1))
-    ]
-    restart_s = statistics.median(restarts_s)
-    print(f"{name}: lost to a restart {format_all(restarts_s, 2)} s, to a recovery {format_all(beyond_s, 3)} s")
-    print(f"RESULT recovery_vs_restart@{name}={restart_s / ours_s:.0f} ratio", flush=True)
-
-
-def train_flags(stages: int, rows: int) -> list[str]:
-    """A tiny Llama on mock data."""
-    return [
-        f"@{REPO / 'configs/llama/tiny.args'}", "--mock-data", "--tokenizer-type", "NullTokenizer",
-        "--vocab-size", "512",
-        "--pipeline-model-parallel-size", str(stages), "--global-batch-size", str(4 * rows),
-        "--train-iters", str(STEPS),
-    ]  # fmt: skip
-
-
-def run_elastic(workers: int, flags: list[str], log_dir: Path | None = None) -> list[str]:
-    """A whole job under elasrun; its lines, those of the workers' own logs too."""
-    command = [sys.executable, "-m", "megatron_elas.cli.elasrun", "--nproc-per-node", str(workers)]
-    if log_dir is not None:
-        command += ["--log-dir", str(log_dir)]
-    done = subprocess.run(
-        [*command, "-m", "megatron_elas.pretrain_gpt", *flags],
-        env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=300,
-    )  # fmt: skip
-    if done.returncode != 0:
-        sys.exit(f"{done.stdout[-3000:]}\na job failed with exit code {done.returncode}")
-    logs = sorted(log_dir.glob("*.log")) if log_dir is not None else []
-    return [*done.stdout.splitlines(), *(line for log in logs for line in log.read_text().splitlines())]
-
-
-def step_times_ms(lines: list[str], after: int = WARM_UP) -> list[float]:
-    """Of the steps after the given one."""
-    return [float(match[2]) for line in lines if (match := LINE.search(line)) and int(match[1]) > after]
+    restarts_s = [lose_and_restart(folder / f"{grid}-restart{turn}", grid.workers, flags) for turn in range(restarts)]
+    print(f"{grid}: lost to a restart {format_all(restarts_s, 2)} s, to a recovery {format_all(beyond_s, 3)} s")
+    print(f"RESULT recovery_vs_restart@{grid}={statistics.median(restarts_s) / ours_s:.0f} ratio", flush=True)
 
 
 def lose_and_restart(folder: Path, workers: int, flags: list[str]) -> float:
@@ -152,27 +168,10 @@ def is_worker(process: psutil.Process) -> bool:
     return "megatron_elas.pretrain_gpt" in process.cmdline() and "torch.distributed.run" not in process.cmdline()
 
 
-class Torchrun:
-    """A stock job under torchrun; gives the process and its lines, and ends it with all its workers."""
-
-    def __init__(self, workers: int, flags: list[str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}",
-             "-m", "megatron_elas.pretrain_gpt", *flags],
-            env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        self._limit = threading.Timer(300, self._process.kill)
-
-    def __enter__(self) -> tuple[subprocess.Popen[str], Iterator[str]]:
-        self._limit.start()
-        assert self._process.stdout is not None
-        return self._process, iter(self._process.stdout)
-
-    def __exit__(self, *error: object) -> None:
-        self._limit.cancel()
-        if self._process.poll() is None:
-            self._process.terminate()
-        self._process.communicate()
+def print_ratio(name: str, ours: list[float], theirs: list[float]) -> None:
+    """The median of the ratios of all turns."""
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    print(f"RESULT {name}={statistics.median(ratios):.3f} ratio", flush=True)
 
 
 def format_all(values: list[float], digits: int = 1) -> str:

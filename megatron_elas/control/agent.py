@@ -27,6 +27,7 @@ class Agent:
         self._killing: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+        self._reported: set[int] = set()
         self.order_to_stop: asyncio.Future[StopAll] = asyncio.get_running_loop().create_future()
         """Set by the first ``StopAll``."""
         self.first_failure = 0
@@ -48,7 +49,9 @@ class Agent:
             BadUsage: Preloading failed.
         """
         agent = Agent(grace_s=grace_s, report=report)
-        agent._starter = await Starter.launch(preload=preload, environ=environ, on_end=agent._note_end)
+        agent._starter = await Starter.launch(
+            preload=preload, environ=environ, on_death=agent._note_death, on_end=agent._note_end
+        )
         return agent
 
     @property
@@ -100,7 +103,17 @@ class Agent:
             self.first_failure = end.status
         if not self.running:
             self._idle.set()
-        self._report(WorkerExited(worker=end.worker, status=end.status, at_s=end.at_s))
+        self._tell(end)
+
+    def _note_death(self, death: WorkerEnded) -> None:
+        """The worker is as good as gone: others need not wait until it has given its memory back."""
+        self._send_signal(signal.SIGKILL, [death.worker])
+        self._tell(death)
+
+    def _tell(self, end: WorkerEnded) -> None:
+        if end.worker not in self._reported:
+            self._reported.add(end.worker)
+            self._report(WorkerExited(worker=end.worker, status=end.status, at_s=end.at_s))
 
     async def wait_idle(self) -> None:
         """Until no worker runs."""

@@ -10,6 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
+import msgspec
+
+from megatron_elas.control.death_watch import DeathWatch
 from megatron_elas.control.starter_messages import (
     PreloadFailed,
     Ready,
@@ -32,11 +35,16 @@ class Starter:
     def __init__(
         self,
         process: asyncio.subprocess.Process,
+        watch: DeathWatch,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        on_death: Callable[[WorkerEnded], None],
         on_end: Callable[[WorkerEnded], None],
     ) -> None:
         self._process = process
+        self._watch = watch
+        self._loop = asyncio.get_running_loop()
+        self._on_death = on_death
         self._reader = reader
         self._writer = writer
         self._on_end = on_end
@@ -45,33 +53,40 @@ class Starter:
 
     @staticmethod
     async def launch(
-        *, preload: str | None, environ: Mapping[str, str], on_end: Callable[[WorkerEnded], None]
+        *,
+        preload: str | None,
+        environ: Mapping[str, str],
+        on_death: Callable[[WorkerEnded], None],
+        on_end: Callable[[WorkerEnded], None],
     ) -> Starter:
         """Start the process and wait until it has preloaded.
 
         Args:
             preload: ``module:function`` to call before the first fork, or None.
             environ: Environment while preloading; workers bring their own.
+            on_death: Called on the event loop when a worker is found dying, as long before its end as the kernel needs
+                to free its memory. Not for every worker.
             on_end: Called on the event loop, once per worker that was started.
 
         Raises:
             BadUsage: Preloading failed; its traceback is on standard error.
         """
         ours, theirs = socket.socketpair()
-        arguments = [str(theirs.fileno()), str(os.getpid()), *([preload] if preload else [])]
+        watch = DeathWatch()
+        arguments = [str(theirs.fileno()), str(watch.fd), str(os.getpid()), *([preload] if preload else [])]
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "megatron_elas.control.starter_process",
             *arguments,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), watch.fd],
             env=dict(environ),
             stdin=asyncio.subprocess.DEVNULL,
             process_group=0,
         )
         theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
-        starter = Starter(process, reader, writer, on_end)
+        starter = Starter(process, watch, reader, writer, on_death, on_end)
         try:
             await starter._wait_ready()
         except BaseException:
@@ -99,7 +114,16 @@ class Starter:
     def start(self, request: StartWorker) -> None:
         """Start a worker. Its end is reported like any other, also when it cannot run."""
         self._running.add(request.worker)
+        if not request.fresh:
+            request = msgspec.structs.replace(request, watch_slot=self._watch_worker(request.worker))
         self._writer.write(encode_line(request))
+
+    def _watch_worker(self, worker: int) -> int | None:
+        def note_death(slot: int, status: int, at_s: float) -> None:
+            death = WorkerEnded(worker=worker, status=status, at_s=at_s)
+            self._loop.call_soon_threadsafe(self._on_death, death)
+
+        return self._watch.watch(note_death)
 
     def send_signal(self, worker: int, signum: int) -> None:
         """Signal a worker, if it still runs."""
@@ -132,3 +156,4 @@ class Starter:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
+        self._watch.close()

@@ -30,6 +30,8 @@ class StartWorker(StarterMessage, frozen=True, kw_only=True):
     """The whole environment of the worker."""
     log_path: str | None = None
     """Where both its output streams go; None leaves them those of the launcher."""
+    watch_slot: int | None = None
+    """To hold in the agent's death watch."""
     fresh: bool = False
     """Run a new Python instead of a fork of the starter. Needed where a device library must be
     loaded after the process began."""

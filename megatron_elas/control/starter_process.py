@@ -46,8 +46,9 @@ class Child:
 class StarterProcess:
     """Serves the agent's requests until it hangs up."""
 
-    def __init__(self, agent: socket.socket) -> None:
+    def __init__(self, agent: socket.socket, watch_fd: int) -> None:
         self._agent = agent
+        self._watch_fd = watch_fd
         self._received = b""
         self._children: dict[int, Child] = {}
         self._selector = selectors.DefaultSelector()
@@ -87,7 +88,7 @@ class StarterProcess:
         pid = os.fork()
         if pid == 0:
             self._forget()
-            become_worker(request, starter_pid)
+            become_worker(request, starter_pid, self._watch_fd)
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it did so itself, or has run exec since
             os.setpgid(pid, pid)
         child = Child(worker=request.worker, pid=pid, pidfd=os.pidfd_open(pid))
@@ -135,10 +136,10 @@ def preload(what: str) -> None:
 
 
 def main() -> NoReturn:
-    """``python -m megatron_elas.control.starter_process FD AGENT_PID [PRELOAD]``."""
-    fd, agent_pid, *what = sys.argv[1:]
+    """``python -m megatron_elas.control.starter_process FD WATCH_FD AGENT_PID [PRELOAD]``."""
+    fd, watch_fd, agent_pid, *what = sys.argv[1:]
     die_with_parent(int(agent_pid))
-    starter = StarterProcess(socket.socket(fileno=int(fd)))
+    starter = StarterProcess(socket.socket(fileno=int(fd)), int(watch_fd))
     try:
         for name in what:
             preload(name)

@@ -13,11 +13,12 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_elas.control import death_watch
 from megatron_elas.control.parent_death import die_with_parent
 from megatron_elas.control.starter_messages import StartWorker, Target
 
 
-def become_worker(request: StartWorker, starter_pid: int) -> NoReturn:
+def become_worker(request: StartWorker, starter_pid: int, watch_fd: int) -> NoReturn:
     """Turn this forked child into the worker. Never returns.
 
     The worker leads a process group of its own: a signal from the terminal reaches it once, through
@@ -30,11 +31,13 @@ def become_worker(request: StartWorker, starter_pid: int) -> NoReturn:
     os.environ.update(request.environ)
     if request.fresh:
         _exec_python(request.target)
+    if request.watch_slot is not None:
+        death_watch.hold(watch_fd, request.watch_slot)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A line is one write: whole among those of other workers, and out when the worker dies.
             stream.reconfigure(line_buffering=True, write_through=False)
-    _end(_run(request.target))
+    _end(_run(request.target), request.watch_slot)
 
 
 def _redirect(log_path: str | None) -> None:
@@ -86,11 +89,13 @@ def _status_of(code: object) -> int:
     return 1
 
 
-def _end(status: int) -> NoReturn:
+def _end(status: int, watch_slot: int | None) -> NoReturn:
     """End as Python does, short of tearing down modules, which a fork shares with its siblings."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's non-daemon threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # None when elasrun was started with it closed
             stream.flush()
+    if watch_slot is not None:
+        death_watch.release(watch_slot)
     os._exit(status)

@@ -83,11 +83,12 @@ def named_parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Param
 def hash_parameters(model: Sequence[Any]) -> int:
     """63 bits over the bits of all parameters, equal on replicas that are bit-equal.
 
-    Buffers are summed as integers down 64 columns, which reads every element once at memory speed,
-    and the sums are hashed. Not made to withstand an adversary.
+    Buffers are summed down 32 columns of 64-bit integers, modulo 2**64, and the sums are hashed. Reads every element
+    once at memory speed; 32-bit columns that are widened to 64-bit sums take 17 times as long. Not made to withstand
+    an adversary.
     """
     digest = hashlib.blake2b(digest_size=8)
     for buffer in buffers_of(model):
-        columns = buffer.param_data.view(torch.int32).view(-1, 64).sum(dim=0, dtype=torch.int64)
+        columns = buffer.param_data.view(torch.int64).view(-1, 32).sum(dim=0)
         digest.update(columns.cpu().numpy().tobytes())
     return int.from_bytes(digest.digest(), "big") >> 1

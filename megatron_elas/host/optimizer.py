@@ -32,9 +32,10 @@ def shard_layouts(model: Sequence[Any], members: Sequence[int]) -> dict[int, Sha
             by_bucket.setdefault(bucket_id, []).append((start, end, name_of[param]))
         for bucket in buffer.buckets:
             size = bucket_size(bucket.numel_unpadded, len(members)) // len(members)
+            ranges = sorted(by_bucket[bucket.bucket_id])
             for index, worker in enumerate(members):
                 low = bucket.offset + index * size
-                for start, end, name in sorted(by_bucket[bucket.bucket_id]):
+                for start, end, name in ranges:
                     first, last = max(start, low), min(end, low + size)
                     if first < last:
                         pieces[worker].append(Piece(name=name, start=first - start, stop=last - start))
@@ -84,32 +85,39 @@ class ShardAccess:
         slots = flat[:-1].view(len(SLOTS), -1)
         step = float(flat[-1])
         position = 0
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         for piece, inner, main in self._pieces:
             span = slice(position, position + piece.numel)
-            main.view(-1).copy_(slots[0, span])
+            targets.append(main.detach().view(-1))
+            sources.append(slots[0, span])
             if step == 0:
                 inner.state.pop(main, None)
             else:
-                self._write_state(inner, main, slots[:, span], step)
+                targets.extend(moment.view(-1) for moment in _make_state(inner, main, step))
+                sources.extend(slots[1:, span])
             position += piece.numel
+        torch._foreach_copy_(targets, sources)
         for optimizer in self._chained.chained_optimizers:
             optimizer._copy_main_params_to_model_params()
             for group in optimizer.optimizer.param_groups:
                 if "step" in group:  # fused optimizers count there
                     group["step"] = int(step)
 
-    def _write_state(self, inner: Any, main: torch.Tensor, values: torch.Tensor, step: float) -> None:
-        state = inner.state[main]
-        for slot, moment in enumerate(MOMENTS, start=1):
-            if moment not in state:
-                state[moment] = torch.empty_like(main)
-            state[moment].view(-1).copy_(values[slot])
-        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            state["step"] = torch.tensor(step)
-
     def _group_step(self) -> float:
         groups = (g for o in self._chained.chained_optimizers for g in o.optimizer.param_groups)
         return float(max((g.get("step") or 0 for g in groups), default=0))
+
+
+def _make_state(inner: Any, main: torch.Tensor, step: float) -> list[torch.Tensor]:
+    """The moments of one master, whose contents are to be written; made where there are none yet."""
+    state = inner.state[main]
+    for moment in MOMENTS:
+        if moment not in state:
+            state[moment] = torch.empty_like(main)
+    if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+        state["step"] = torch.tensor(step)
+    return [state[moment] for moment in MOMENTS]
 
 
 def _find_pieces(model: Sequence[Any], chained: Any) -> Iterator[tuple[Piece, Any, torch.Tensor]]:

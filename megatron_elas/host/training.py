@@ -76,6 +76,8 @@ class MegatronHost:
         self._realign = True
         self._outer_timers: set[str] = set()
         self._access = ShardAccess(model, optimizer)
+        self._layouts: dict[tuple[int, ...], dict[int, ShardLayout]] = {}
+        """By members: parameters stay where they are in the buffers."""
         sum_gradients(model)
 
     def consumed_samples(self, step: int) -> int:
@@ -112,7 +114,10 @@ class MegatronHost:
 
     def shard_layouts(self, members: Sequence[int]) -> dict[int, ShardLayout]:
         """See Host."""
-        return shard_layouts(self._model, members)
+        key = tuple(members)
+        if key not in self._layouts:
+            self._layouts[key] = shard_layouts(self._model, key)
+        return self._layouts[key]
 
     def read_shard(self, flat: torch.Tensor) -> None:
         """See Host."""

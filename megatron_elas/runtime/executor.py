@@ -99,9 +99,9 @@ class Executor:
         store, moved_bytes = self._restore(base_plan, base, plan, settlement.resume_step, alive)
         marks["restore"] = time.time()
         if store is not None:
+            self._replicator.renew(store, settlement.resume_step)  # on its way while the optimizer is built
             self._rebuild(plan, store, settlement.resume_step)
             marks["rebuild"] = time.time()
-            self._replicator.start(store, settlement.resume_step)
             self._replicator.wait()
             self._verify(plan, settlement.resume_step)
             marks["verify"] = time.time()

@@ -1,4 +1,7 @@
-"""Sends each step's shard to its backup, and takes in the wards', while the next forward runs."""
+"""Sends each step's shard to its backup, and takes in the wards', while the next forward runs.
+
+After a loss only the copies that a backup lacks are sent: owners and backups first say what they have.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,16 @@ from megatron_elas.runtime.communicator.buffers import as_bytes
 from megatron_elas.runtime.store import ShardStore
 from megatron_elas.runtime.transport.base import Part, Transport
 
+ASKING = 1 << 16
+"""Added to the tag of what backups say about a version; versions take the bits below."""
+_HERE, _MISSING = b"\0", b"\1"
+
 
 @dataclass(slots=True)
 class _Round:
     store: ShardStore
     version: int
+    renew: bool
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
@@ -32,8 +40,15 @@ class Replicator:
 
     def start(self, store: ShardStore, version: int) -> None:
         """Begin to exchange ``version``, whose own copy is complete. The copy must stay as it is until ``wait``."""
-        self._latest = _Round(store, version)
-        self._rounds.put(self._latest)
+        self._begin(_Round(store, version, renew=False))
+
+    def renew(self, store: ShardStore, version: int) -> None:
+        """As ``start``, but backups that hold the version already get nothing. Called by all of a stage and lane."""
+        self._begin(_Round(store, version, renew=True))
+
+    def _begin(self, latest: _Round) -> None:
+        self._latest = latest
+        self._rounds.put(latest)
 
     def wait(self) -> None:
         """Block until the last exchange is over. Raises what it raised (EpochChanged, PeerLost)."""
@@ -56,20 +71,27 @@ class Replicator:
     def _run(self) -> None:
         while (current := self._rounds.get()) is not None:
             try:
-                self._exchange(current.store, current.version)
+                self._exchange(current.store, current.version, current.renew)
             except Exception as error:  # handed to the main thread, which raises it in wait()
                 current.error = error
             current.done.set()
 
-    def _exchange(self, store: ShardStore, version: int) -> None:
-        sends = []
-        if store.backup is not None:
-            sends.append(Part(store.backup, as_bytes(store.own.get(version))))
-        # A copy that is sent again after a recovery is the same, bit by bit: it stays complete while it comes in.
-        receives = [
-            Part(ward, as_bytes(copies.get(version) if version in copies.held else copies.begin(version)))
-            for ward, copies in store.wards.items()
-        ]
+    def _exchange(self, store: ShardStore, version: int, renew: bool) -> None:
+        wards = [ward for ward, copies in store.wards.items() if not renew or version not in copies.held]
+        backup = store.backup
+        if renew and not self._ask(store, version, wards):
+            backup = None
+        sends = [] if backup is None else [Part(backup, as_bytes(store.own.get(version)))]
+        receives = [Part(ward, as_bytes(store.wards[ward].begin(version))) for ward in wards]
         self._transport.exchange(SNAPSHOTS, version & 0xFFFF, sends, receives)
-        for copies in store.wards.values():
-            copies.complete(version)
+        for ward in wards:
+            store.wards[ward].complete(version)
+
+    def _ask(self, store: ShardStore, version: int, missing: list[int]) -> bool:
+        """Tell the wards whose copies are missing here; gives whether the own one is missing at the backup."""
+        tag = ASKING | version & 0xFFFF
+        tells = [Part(ward, memoryview(_MISSING if ward in missing else _HERE)) for ward in store.wards]
+        answer = bytearray(_HERE)
+        told = [] if store.backup is None else [Part(store.backup, memoryview(answer))]
+        self._transport.exchange(SNAPSHOTS, tag, tells, told)
+        return answer == _MISSING

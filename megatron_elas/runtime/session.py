@@ -286,10 +286,11 @@ class Session:
         self._replicator.wait()
         self._strike(step, "commit", None)
         self._groups.barrier()
+        committed_s = time.time()
         state.retire_old_layouts()
         if self._open_report is not None:
             report, self._open_report = self._open_report, None
-            report.marks_s["first_step"] = time.time()
+            report.marks_s["first_step"] = committed_s
             self._control.recovered(report)
 
     # ------------------------------------------------------------ recovery

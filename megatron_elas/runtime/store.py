@@ -20,7 +20,8 @@ class Versions:
     """Two preallocated buffers for one shard, each complete with a version or not."""
 
     def __init__(self, numel: int) -> None:
-        self._buffers = [torch.zeros(numel, dtype=torch.float32) for _ in range(2)]
+        # Not zeroed: a recovery makes these, and memory that is never filled is then never touched.
+        self._buffers = [torch.empty(numel, dtype=torch.float32) for _ in range(2)]
         self._complete: list[int | None] = [None, None]
 
     def begin(self, version: int) -> torch.Tensor:

@@ -139,13 +139,32 @@ def test_a_worker_without_a_seat_gives_what_it_holds(transports: list[SocketTran
     assert torch.equal(target[:-1], pattern(2, new[2])[:-1])
 
 
-def test_a_copy_that_is_sent_again_and_cut_stays_held(transports: list[SocketTransport]) -> None:
-    store = ShardStore(layout=LAYOUTS[0], backup=None, wards={2: LAYOUTS[2]})
+def test_after_a_loss_only_copies_that_are_missing_are_sent(transports: list[SocketTransport]) -> None:
+    copies, replicators = stores(), [Replicator(transport) for transport in transports]
+    for worker, store in enumerate(copies):
+        store.own.begin(4).copy_(pattern(worker, LAYOUTS[worker]))
+        store.own.complete(4)
+    copies[1].wards[0].begin(4).fill_(-1.0)  # told apart from what worker 0 would send
+    copies[1].wards[0].complete(4)
+    copies[2].wards[1].begin(4).fill_(-1.0)  # cut while it came in
+    for worker, store in enumerate(copies):
+        replicators[worker].renew(store, 4)
+    for replicator in replicators:
+        replicator.wait()
+    assert copies[1].wards[0].get(4).unique().tolist() == [-1.0], "a copy that was there was sent again"
+    assert torch.equal(copies[2].wards[1].get(4), pattern(1, LAYOUTS[1]))
+    assert torch.equal(copies[0].wards[2].get(4), pattern(2, LAYOUTS[2]))
+    for replicator in replicators:
+        replicator.close()
+
+
+def test_a_copy_that_is_there_stays_held_when_asking_for_it_is_cut_short(transports: list[SocketTransport]) -> None:
+    store = ShardStore(layout=LAYOUTS[0], backup=1, wards={2: LAYOUTS[2]})
     replicator = Replicator(transports[0])
     for versions in (store.own, store.wards[2]):
         versions.begin(4)
         versions.complete(4)
-    replicator.start(store, 4)  # nobody answers
+    replicator.renew(store, 4)  # nobody answers
     transports[0].cancel()
     replicator.drain()
     assert store.wards[2].held == (4,)

@@ -77,10 +77,10 @@ def test_copies_that_had_not_arrived_take_all_one_step_back(tmp_path: Path, monk
         victim, held = job.workers[2], threading.Event()
         real = Replicator._exchange
 
-        def exchange(replicator: Replicator, store, version: int) -> None:
+        def exchange(replicator: Replicator, store, version: int, renew: bool) -> None:
             if replicator is victim.session._replicator and version == 3:
                 held.wait(PATIENCE_S)  # its copies of version 3 leave only after its end: never
-            real(replicator, store, version)
+            real(replicator, store, version, renew)
 
         monkeypatch.setattr(Replicator, "_exchange", exchange)
 
@@ -105,10 +105,10 @@ def test_nobody_begins_the_first_step_before_all_first_copies_are_there(
         slow, began = job.workers[0].session._replicator, threading.Event()
         real = Replicator._exchange
 
-        def exchange(replicator: Replicator, store, version: int) -> None:
+        def exchange(replicator: Replicator, store, version: int, renew: bool) -> None:
             if replicator is slow and version == 0:
                 assert not began.wait(0.3), "a forward pass began while a copy was still missing"
-            real(replicator, store, version)
+            real(replicator, store, version, renew)
 
         monkeypatch.setattr(Replicator, "_exchange", exchange)
         job.workers[2].hooks["forward", 0] = began.set
