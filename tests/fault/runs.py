@@ -18,7 +18,7 @@ from megatron_elas.host.sample_log import read_samples
 
 REPO = Path(__file__).resolve().parents[2]
 RECORDER = Path(__file__).parent / "recorder.py"
-ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples: +(\d+) .*? lm loss: ([0-9.E+-]+)")
+ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples: +(\d+) .*? lm loss: ([0-9.E+-]+) .*? grad norm: ([0-9.]+)")
 STEPS = 16
 MODEL = shlex.split(
     "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention "
@@ -43,17 +43,22 @@ class Run:
     @property
     def iterations(self) -> list[int]:
         """Numbers of Megatron's iteration lines, as printed."""
-        return [int(number) for number, _, _ in ITERATION.findall(self.output)]
+        return [int(number) for number, _, _, _ in ITERATION.findall(self.output)]
 
     @property
     def consumed(self) -> list[int]:
         """Consumed samples of the iteration lines."""
-        return [int(samples) for _, samples, _ in ITERATION.findall(self.output)]
+        return [int(samples) for _, samples, _, _ in ITERATION.findall(self.output)]
 
     @property
     def losses(self) -> list[float]:
         """Losses of the iteration lines."""
-        return [float(loss) for _, _, loss in ITERATION.findall(self.output)]
+        return [float(loss) for _, _, loss, _ in ITERATION.findall(self.output)]
+
+    @property
+    def grad_norms(self) -> list[float]:
+        """Gradient norms of the iteration lines; a wrong scale shows here, where Adam would hide it."""
+        return [float(norm) for _, _, _, norm in ITERATION.findall(self.output)]
 
     @property
     def samples(self) -> dict[int, dict[int, list[int]]]:
@@ -159,6 +164,8 @@ def assert_same_training(run: Run, calm: Run, *, relative: float = 1e-5) -> None
     assert run.samples == calm.samples
     for step, (got, want) in enumerate(zip(run.losses, calm.losses, strict=True)):
         assert abs(got - want) <= relative * want, f"step {step}: loss {got}, undisturbed {want}"
+    for step, (got, want) in enumerate(zip(run.grad_norms, calm.grad_norms, strict=True)):
+        assert abs(got - want) <= 1e-2 * want, f"step {step}: gradient norm {got}, undisturbed {want}"
     ours, theirs = assemble(run.records("final")), assemble(calm.records("final"))
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():

@@ -23,7 +23,7 @@ from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.ports import StateDigest
 from megatron_elas.runtime.session import Dispensable, Session
 from megatron_elas.runtime.transport.sockets import SocketTransport
-from megatron_elas.spec.errors import EpochChanged
+from megatron_elas.spec.errors import EpochChanged, StateInvalid
 from megatron_elas.spec.events import LossReason, WorkerLost
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan, Settlement
@@ -80,6 +80,7 @@ class Job:
         self.epoch = 0
         self.lost: set[int] = set()
         self.finished: set[int] = set()
+        self.ended: StateInvalid | None = None
         self.recovered: dict[int, list[RecoveryReport]] = defaultdict(list)
         self.reports: dict[int, dict[int, SettleReport]] = defaultdict(dict)
         self.orders: dict[int, Order] = {}
@@ -121,7 +122,12 @@ class Job:
             if report.epoch == self.epoch and reports.keys() >= set(self.survivors) and report.epoch not in self.orders:
                 plan = replan(self.spec, self.plans[0], self.lost, self.epoch, {})
                 self.plans[self.epoch] = plan
-                settlement = settle([reports[worker] for worker in self.survivors], self.plans)
+                try:
+                    settlement = settle([reports[worker] for worker in self.survivors], self.plans)
+                except StateInvalid as error:
+                    self.ended = error
+                    self.changed.notify_all()
+                    raise
                 addresses = {worker: self.workers[worker].transport.address for worker in self.survivors}
                 self.orders[self.epoch] = Order(plan=plan, settlement=settlement, addresses=addresses)
                 self.changed.notify_all()
@@ -129,7 +135,9 @@ class Job:
     def wait(self, condition: Callable[[], Any], what: str) -> Any:
         """Until the condition is true, and that value; it is looked at again when a worker is lost, settled or done."""
         with self.changed:
-            assert self.changed.wait_for(condition, PATIENCE_S), f"nobody said {what}"
+            assert self.changed.wait_for(lambda: self.ended or condition(), PATIENCE_S), f"nobody said {what}"
+            if self.ended is not None:
+                raise self.ended
             return condition()
 
     def run(self, *, steps: int, between: Callable[[ToyWorker, int], None] | None = None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_elas.runtime.replicator import Replicator
-from megatron_elas.spec.errors import EpochChanged
+from megatron_elas.spec.errors import EpochChanged, StateInvalid
 from tests.runtime.jobs import PATIENCE_S, Job, ToyWorker, check_end, job_of, value_of
 
 STEPS = 6
@@ -309,11 +309,34 @@ def test_a_second_worker_lost_at_any_place_of_a_recovery_is_recovered_from(place
             if place == "write":  # this worker's state is nothing now: rebuilt, and not yet written
                 raise EpochChanged("cut short")
 
-        job.workers[1].hooks["forward", 2] = job.workers[1].vanish
+        copied = threading.Event()
+
+        def wait_for_copies() -> None:
+            cut.session._replicator.wait()
+            copied.set()
+
+        def vanish() -> None:
+            assert copied.wait(PATIENCE_S)
+            job.workers[1].vanish()
+
+        cut.hooks["forward", 2] = wait_for_copies  # so all go on from the version that they have in use
+        job.workers[1].hooks["forward", 2] = vanish
         cut.hooks[place, 1] = lose_the_second
         job.run(steps=STEPS)
         assert job.lost == {1, 3} and max(job.orders) == 2
         check_end(job, STEPS)
+
+
+def test_losing_an_owner_and_its_backup_in_one_recovery_ends_the_job_instead_of_going_on_without_their_state(
+    tmp_path: Path,
+) -> None:
+    with job_of(tmp_path) as job:
+        backup = job.plan.backup_of(2)
+        assert backup is not None
+        job.workers[2].hooks["forward", 2] = job.workers[2].vanish
+        job.workers[backup].hooks["recovery", 2] = job.workers[backup].vanish
+        with pytest.raises(StateInvalid, match="no step's state is whole"):
+            job.run(steps=STEPS)
 
 
 def test_a_cancelled_step_keeps_nothing_in_memory_while_others_are_waited_for(tmp_path: Path) -> None:
