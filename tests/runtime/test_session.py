@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from megatron_elas.runtime.replicator import Replicator
 from megatron_elas.spec.errors import EpochChanged, StateInvalid
 from tests.runtime.jobs import PATIENCE_S, Job, ToyWorker, check_end, job_of, value_of
+from tests.runtime.workers import wait_until
 
 STEPS = 6
 
@@ -43,6 +45,24 @@ def cut_in_barrier(worker: ToyWorker, calls: int) -> None:
             raise EpochChanged("cut short in the barrier that the others have left")
 
     worker.communicator.barrier = barrier  # type: ignore[method-assign]
+
+
+def vanish_after(event: threading.Event, worker: ToyWorker) -> Callable[[], None]:
+    """A hook in which the worker is lost, but not before the event."""
+
+    def vanish() -> None:
+        assert event.wait(PATIENCE_S)
+        worker.vanish()
+
+    return vanish
+
+
+def holds_copy(job: Job, owner: int, version: int) -> bool:
+    """Whether the owner's backup has all of its copy of the version."""
+    backup = job.plan.backup_of(owner)
+    assert backup is not None
+    state = job.workers[backup].session._state
+    return state is not None and version in state.store.wards[owner].held
 
 
 def wait_for_the_end(worker: ToyWorker) -> None:
@@ -84,15 +104,12 @@ def test_an_update_that_was_cut_off_half_way_is_undone(tmp_path: Path) -> None:
         changed = threading.Event()
 
         def wait_there() -> None:
+            wait_until(lambda: holds_copy(job, 3, 3))  # or all would go one step back
             changed.set()
             wait_for_the_end(job.workers[0])
 
-        def vanish() -> None:
-            assert changed.wait(PATIENCE_S)
-            job.workers[3].vanish()
-
         job.workers[0].hooks["optimizer", 3] = wait_there
-        job.workers[3].hooks["optimizer", 3] = vanish
+        job.workers[3].hooks["optimizer", 3] = vanish_after(changed, job.workers[3])
         job.run(steps=STEPS)
         check_end(job, STEPS)
         assert job.workers[0].steps_run == [0, 1, 2, 3, 3, 4, 5]
@@ -170,7 +187,9 @@ def test_a_worker_that_others_have_left_behind_logs_alone_while_they_are_in_the_
     with job_of(tmp_path) as job:
         # Worker 0 is in the log of step 2 when the epoch ends, worker 1 in the commit before. Then both run step 3.
         cut_in_barrier(job.workers[1], commit_of(2))
-        job.workers[2].hooks["log", 2] = job.workers[2].vanish
+        ahead = threading.Event()
+        job.workers[0].hooks["log", 2] = ahead.set
+        job.workers[2].hooks["log", 2] = vanish_after(ahead, job.workers[2])
         job.run(steps=STEPS, between=ToyWorker.log)
         check_end(job, STEPS)
         assert job.orders[1].settlement.lead_activity == 3 and job.reports[1][1].activity == 2
@@ -202,7 +221,9 @@ def test_an_evaluation_that_others_have_left_counts_for_the_one_cut_off_in_its_b
     with job_of(tmp_path) as job:
         # After the commit of step 2 come the evaluation's own barrier and the one that ends it.
         cut_in_barrier(job.workers[1], commit_of(2) + 2)
-        job.workers[2].hooks["forward", 3] = job.workers[2].vanish
+        ahead = threading.Event()
+        job.workers[0].hooks["snapshot", 3] = ahead.set
+        job.workers[2].hooks["forward", 3] = vanish_after(ahead, job.workers[2])
         job.run(steps=STEPS, between=evaluate_after(2))
         check_end(job, STEPS)
         assert evaluations(job) == {2: value_of(3)}
@@ -293,7 +314,8 @@ def test_a_second_worker_lost_during_the_recovery_is_recovered_from(second: int,
         # Workers 0 and 2 are lost, or 1 and 3: never an owner together with its backup.
         first = (second + 2) % 4
         job.workers[first].hooks["forward", 2] = job.workers[first].vanish
-        job.workers[second].hooks["recovery", 2] = job.workers[second].vanish
+        for step in (1, 2):  # it may still have been in the barrier before
+            job.workers[second].hooks["recovery", step] = job.workers[second].vanish
         job.run(steps=STEPS)
         assert job.lost == {first, second}
         check_end(job, STEPS)
@@ -312,15 +334,11 @@ def test_a_second_worker_lost_at_any_place_of_a_recovery_is_recovered_from(place
         copied = threading.Event()
 
         def wait_for_copies() -> None:
-            cut.session._replicator.wait()
+            wait_until(lambda: holds_copy(job, 1, 2) and holds_copy(job, 3, 2))
             copied.set()
 
-        def vanish() -> None:
-            assert copied.wait(PATIENCE_S)
-            job.workers[1].vanish()
-
         cut.hooks["forward", 2] = wait_for_copies  # so all go on from the version that they have in use
-        job.workers[1].hooks["forward", 2] = vanish
+        job.workers[1].hooks["forward", 2] = vanish_after(copied, job.workers[1])
         cut.hooks[place, 1] = lose_the_second
         job.run(steps=STEPS)
         assert job.lost == {1, 3} and max(job.orders) == 2
@@ -334,7 +352,7 @@ def test_losing_an_owner_and_its_backup_in_one_recovery_ends_the_job_instead_of_
         backup = job.plan.backup_of(2)
         assert backup is not None
         job.workers[2].hooks["forward", 2] = job.workers[2].vanish
-        job.workers[backup].hooks["recovery", 2] = job.workers[backup].vanish
+        job.workers[backup].hooks["ordered", 1] = job.workers[backup].vanish
         with pytest.raises(StateInvalid, match="no step's state is whole"):
             job.run(steps=STEPS)
 
