@@ -18,7 +18,8 @@ from megatron_elas.host.sample_log import read_samples
 
 REPO = Path(__file__).resolve().parents[2]
 RECORDER = Path(__file__).parent / "recorder.py"
-ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples: +(\d+) .*? lm loss: ([0-9.E+-]+) .*? grad norm: ([0-9.]+)")
+ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples: +(\d+) .*? lm loss: ([0-9.E+-]+)")
+GRADIENT_NORM = re.compile(r"iteration +\d+/.*? grad norm: ([0-9.]+)")
 STEPS = 16
 MODEL = shlex.split(
     "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention "
@@ -43,22 +44,22 @@ class Run:
     @property
     def iterations(self) -> list[int]:
         """Numbers of Megatron's iteration lines, as printed."""
-        return [int(number) for number, _, _, _ in ITERATION.findall(self.output)]
+        return [int(number) for number, _, _ in ITERATION.findall(self.output)]
 
     @property
     def consumed(self) -> list[int]:
         """Consumed samples of the iteration lines."""
-        return [int(samples) for _, samples, _, _ in ITERATION.findall(self.output)]
+        return [int(samples) for _, samples, _ in ITERATION.findall(self.output)]
 
     @property
     def losses(self) -> list[float]:
         """Losses of the iteration lines."""
-        return [float(loss) for _, _, loss, _ in ITERATION.findall(self.output)]
+        return [float(loss) for _, _, loss in ITERATION.findall(self.output)]
 
     @property
-    def grad_norms(self) -> list[float]:
-        """Gradient norms of the iteration lines; a wrong scale shows here, where Adam would hide it."""
-        return [float(norm) for _, _, _, norm in ITERATION.findall(self.output)]
+    def gradient_norms(self) -> list[float]:
+        """Norms of the gradients before clipping, of the iteration lines."""
+        return [float(norm) for norm in GRADIENT_NORM.findall(self.output)]
 
     @property
     def samples(self) -> dict[int, dict[int, list[int]]]:
@@ -155,7 +156,8 @@ def assert_same_training(run: Run, calm: Run, *, relative: float = 1e-5) -> None
     """Iteration lines without gap or repeat, and losses, samples, optimizer state and masters of the undisturbed run.
 
     Losses to ``relative``: sums over micro-batches are associated differently once cells have left. Adam divides by
-    the root of the second moment, so for parameters whose gradients are near zero rounding shows most: parameters
+    the root of the second moment, so a wrong scale of the gradients shows in their norms only, and rounding shows most
+    for parameters whose gradients are near zero: parameters
     and state are compared to 1e-3 of each parameter's largest entry, which the loss of a single sample exceeds.
     """
     assert run.code == 0, run.output[-6000:]
@@ -164,7 +166,7 @@ def assert_same_training(run: Run, calm: Run, *, relative: float = 1e-5) -> None
     assert run.samples == calm.samples
     for step, (got, want) in enumerate(zip(run.losses, calm.losses, strict=True)):
         assert abs(got - want) <= relative * want, f"step {step}: loss {got}, undisturbed {want}"
-    for step, (got, want) in enumerate(zip(run.grad_norms, calm.grad_norms, strict=True)):
+    for step, (got, want) in enumerate(zip(run.gradient_norms, calm.gradient_norms, strict=True)):
         assert abs(got - want) <= 1e-2 * want, f"step {step}: gradient norm {got}, undisturbed {want}"
     ours, theirs = assemble(run.records("final")), assemble(calm.records("final"))
     assert ours.keys() == theirs.keys()

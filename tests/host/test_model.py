@@ -29,25 +29,25 @@ def _megatron() -> None:
 
 
 class Layers(torch.nn.Module):
-    """Two layers. What ``between`` does happens in a backward pass after the second layer's and before the first's."""
+    """Three layers. What ``between`` does happens in a backward pass between those of the third and of the second."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
         self.first = torch.nn.Linear(WIDTH, WIDTH, bias=False)
         self.second = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        self.third = torch.nn.Linear(WIDTH, WIDTH, bias=False)
         self.between: Callable[[], None] = lambda: None
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(inputs)
-        if hidden.requires_grad:
-            hidden.register_hook(lambda _: self.between())
-        return self.second(hidden)
+        hidden = self.second(self.first(inputs))
+        hidden.register_hook(lambda _: self.between())
+        return self.third(hidden)
 
 
 @contextmanager
 def wrapped(worker: int, count: int, folder: Path) -> Iterator[tuple[Any, Communicator]]:
-    """DDP with a bucket per layer over ``count`` replicas, its parameters 1 everywhere."""
+    """DDP over ``count`` replicas; a bucket holds the third and the second layer, another one the first."""
     from megatron_elas.platform import cpu
 
     cpu.install()
@@ -65,12 +65,12 @@ def wrapped(worker: int, count: int, folder: Path) -> Iterator[tuple[Any, Commun
     roles |= {"expt_dp": replicas, "intra_expt_dp": replicas, "intra_dp_cp": replicas, "intra_dist_opt": replicas}
     config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
     ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=WIDTH * WIDTH
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=2 * WIDTH**2
     )
     ddp = DistributedDataParallel(config, ddp_config, Layers(config), pg_collection=ProcessGroupCollection(**roles))
     sum_gradients([ddp])
     for parameter in ddp.module.parameters():
-        parameter.data.fill_(1)
+        parameter.data.fill_(1 / WIDTH)
     assert len(list(bucket_groups_of([ddp]))) == 2
     yield ddp, communicator
     transport.cancel()
@@ -83,7 +83,6 @@ def begin(ddp: Any) -> None:
     ddp.zero_grad_buffer()
     for group in bucket_groups_of([ddp]):
         group.param_gather_dispatched = False  # as the optimizer's step leaves it
-    ddp.module.first.weight.grad = ddp.module.second.weight.grad = None
 
 
 def step(ddp: Any) -> None:
@@ -114,7 +113,7 @@ def new_epoch(communicator: Communicator, epoch: int, lost: tuple[int, ...] = ()
 
 
 def cut_in_forward(ddp: Any, cancel: Callable[[], None]) -> None:
-    """Gathers of both layers are waited for, and fail."""
+    """Gathers are on their way, and fail."""
     begin(ddp)
     cancel()
     ddp.start_param_sync()
@@ -122,7 +121,7 @@ def cut_in_forward(ddp: Any, cancel: Callable[[], None]) -> None:
 
 
 def cut_in_reduction(ddp: Any, cancel: Callable[[], None]) -> None:
-    """The reduction of the first layer fails."""
+    """Reductions are on their way, and fail."""
     begin(ddp)
     ddp.module.between = cancel
     ddp(torch.ones(1, WIDTH)).sum().backward()
@@ -130,7 +129,7 @@ def cut_in_reduction(ddp: Any, cancel: Callable[[], None]) -> None:
 
 
 def cut_in_backward(ddp: Any, cancel: Callable[[], None]) -> None:
-    """The second layer's gradients are ready, the first's are not."""
+    """Of one bucket some gradients are ready and others are not."""
 
     def stop() -> None:
         cancel()
@@ -163,7 +162,7 @@ def test_a_step_cut_short_leaves_nothing_that_the_next_one_trips_over(
             return results
 
     (results,) = run_workers(1, body)
-    assert results == [{"least": WIDTH, "most": WIDTH, "count": 2 * WIDTH**2}] * 3
+    assert results == [{"least": 1, "most": 1, "count": 3 * WIDTH**2}] * 3
 
 
 def test_buffers_fit_fewer_replicas_with_other_ranks(tmp_path: Path) -> None:
@@ -173,7 +172,7 @@ def test_buffers_fit_fewer_replicas_with_other_ranks(tmp_path: Path) -> None:
         with wrapped(own, 3, tmp_path) as (ddp, communicator):
             for _ in range(2):
                 step(ddp)
-                assert shares(ddp)["most"] == 3 * WIDTH
+                assert shares(ddp)["most"] == 3
             ready[3].wait()
             if own == 0:
                 return KILLED
@@ -184,10 +183,10 @@ def test_buffers_fit_fewer_replicas_with_other_ranks(tmp_path: Path) -> None:
             fit_buffers([ddp])
             for bucket in ddp.buffers[0].buckets:
                 bucket.param_data.fill_(-1)
-                bucket.param_data.chunk(2)[own - 1].fill_(1)
+                bucket.param_data.chunk(2)[own - 1].fill_(1 / WIDTH)
             step(ddp)
             ready[2].wait()
             return shares(ddp)
 
-    half = {"least": 2 * WIDTH, "most": 2 * WIDTH, "count": WIDTH**2}
+    half = {"least": 2, "most": 2, "count": 3 * WIDTH**2 // 2}
     assert run_workers(3, body) == [KILLED, half, half]
