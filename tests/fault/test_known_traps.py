@@ -45,7 +45,7 @@ def test_a_narrow_stage_feeds_a_wider_one_whose_gathers_are_overlapped(tmp_path:
     # Three cells wait for each other in their first forward pass; the one in front must have fed them all by then.
     calm = run_job(tmp_path / "calm", OVERLAP, workers=6, steps=7, batch=12)
     faults = ["kill:worker=0@step=2,phase=forward,microbatch=1", "kill:worker=1@step=4,phase=backward,microbatch=1"]
-    run = run_job(tmp_path / "run", OVERLAP, workers=6, steps=7, batch=12, faults=faults, timeout_s=60)
+    run = run_job(tmp_path / "run", OVERLAP, workers=6, steps=7, batch=12, faults=faults)
     assert run.fired == faults
     assert "now      stage 0: [2] | stage 1: [3] [4] [5]" in run.output
     assert_same_training(run, calm)
