@@ -25,7 +25,6 @@ WIDTH = 16
 @pytest.fixture(scope="module", autouse=True)
 def _megatron() -> None:
     """Imported before workers are forked, because it takes seconds."""
-    import megatron.core.distributed
 
 
 class Layers(torch.nn.Module):

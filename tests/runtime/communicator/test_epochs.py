@@ -458,7 +458,10 @@ def test_an_operation_queued_behind_one_that_failed_sends_nothing(tmp_path: Path
             ready.wait()
             if own == 2:
                 # Cut before it has sent its second message to worker 0, which is the next thing that it sends there.
-                queued = [dist.all_reduce(torch.ones(3), async_op=True), dist.broadcast(torch.ones(3), 2, async_op=True)]
+                queued = [
+                    dist.all_reduce(torch.ones(3), async_op=True),
+                    dist.broadcast(torch.ones(3), 2, async_op=True),
+                ]
                 for work in queued:
                     with pytest.raises(PeerLost):
                         work.wait()
