@@ -89,6 +89,8 @@ def find_stale(attached: Any) -> list[str]:
     from megatron.core import parallel_state
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+    from megatron.core.utils import get_model_config
     from megatron.training import get_args
 
     from megatron_elas.host.groups import rank_lists
@@ -135,6 +137,10 @@ def find_stale(attached: Any) -> list[str]:
         for buffer in buffers_of(host._model)
         if buffer.data_parallel_world_size != buffer.data_parallel_group.size()
     ]
+    if get_rerun_state_machine().get_mode() is RerunMode.DISABLED:
+        problems.append("an evaluation left the rerun machine disabled")
+    if not all(chunk.training for chunk in host._model) or get_model_config(host._model[0]).timers is None:
+        problems.append("an evaluation left the model as it needs it")
     if (get_args().rank, get_args().world_size) != (rank_of[attached.worker], len(alive)):
         problems.append(f"args.rank and args.world_size are {get_args().rank} and {get_args().world_size}")
     return problems

@@ -19,6 +19,7 @@ from megatron_elas.host.sample_log import read_samples
 REPO = Path(__file__).resolve().parents[2]
 RECORDER = Path(__file__).parent / "recorder.py"
 ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples: +(\d+) .*? lm loss: ([0-9.E+-]+)")
+GRADIENT_NORM = re.compile(r"iteration +\d+/.*? grad norm: ([0-9.]+)")
 STEPS = 16
 MODEL = shlex.split(
     "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention "
@@ -54,6 +55,11 @@ class Run:
     def losses(self) -> list[float]:
         """Losses of the iteration lines."""
         return [float(loss) for _, _, loss in ITERATION.findall(self.output)]
+
+    @property
+    def gradient_norms(self) -> list[float]:
+        """Norms of the gradients before clipping, of the iteration lines."""
+        return [float(norm) for norm in GRADIENT_NORM.findall(self.output)]
 
     @property
     def samples(self) -> dict[int, dict[int, list[int]]]:
@@ -150,7 +156,8 @@ def assert_same_training(run: Run, calm: Run, *, relative: float = 1e-5) -> None
     """Iteration lines without gap or repeat, and losses, samples, optimizer state and masters of the undisturbed run.
 
     Losses to ``relative``: sums over micro-batches are associated differently once cells have left. Adam divides by
-    the root of the second moment, so for parameters whose gradients are near zero rounding shows most: parameters
+    the root of the second moment, so a wrong scale of the gradients shows in their norms only, and rounding shows most
+    for parameters whose gradients are near zero: parameters
     and state are compared to 1e-3 of each parameter's largest entry, which the loss of a single sample exceeds.
     """
     assert run.code == 0, run.output[-6000:]
@@ -159,6 +166,8 @@ def assert_same_training(run: Run, calm: Run, *, relative: float = 1e-5) -> None
     assert run.samples == calm.samples
     for step, (got, want) in enumerate(zip(run.losses, calm.losses, strict=True)):
         assert abs(got - want) <= relative * want, f"step {step}: loss {got}, undisturbed {want}"
+    for step, (got, want) in enumerate(zip(run.gradient_norms, calm.gradient_norms, strict=True)):
+        assert abs(got - want) <= 1e-2 * want, f"step {step}: gradient norm {got}, undisturbed {want}"
     ours, theirs = assemble(run.records("final")), assemble(calm.records("final"))
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():

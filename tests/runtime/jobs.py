@@ -7,6 +7,7 @@ The "model" of a stage is one parameter of ``NUMEL`` numbers, cut over the repli
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.ports import StateDigest
 from megatron_elas.runtime.session import Dispensable, Session
 from megatron_elas.runtime.transport.sockets import SocketTransport
-from megatron_elas.spec.errors import EpochChanged
+from megatron_elas.spec.errors import EpochChanged, StateInvalid
 from megatron_elas.spec.events import LossReason, WorkerLost
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan, Settlement
@@ -36,6 +37,10 @@ PATIENCE_S = 15.0
 def value_of(version: int) -> float:
     """Of every parameter in the state before step ``version``."""
     return version * (version + 1) / 2
+
+
+class Activations:
+    """What a step that runs keeps in memory."""
 
 
 class Vanished(BaseException):
@@ -75,6 +80,7 @@ class Job:
         self.epoch = 0
         self.lost: set[int] = set()
         self.finished: set[int] = set()
+        self.ended: StateInvalid | None = None
         self.recovered: dict[int, list[RecoveryReport]] = defaultdict(list)
         self.reports: dict[int, dict[int, SettleReport]] = defaultdict(dict)
         self.orders: dict[int, Order] = {}
@@ -116,14 +122,22 @@ class Job:
             if report.epoch == self.epoch and reports.keys() >= set(self.survivors) and report.epoch not in self.orders:
                 plan = replan(self.spec, self.plans[0], self.lost, self.epoch, {})
                 self.plans[self.epoch] = plan
-                settlement = settle([reports[worker] for worker in self.survivors], self.plans)
+                try:
+                    settlement = settle([reports[worker] for worker in self.survivors], self.plans)
+                except StateInvalid as error:
+                    self.ended = error
+                    self.changed.notify_all()
+                    raise
                 addresses = {worker: self.workers[worker].transport.address for worker in self.survivors}
                 self.orders[self.epoch] = Order(plan=plan, settlement=settlement, addresses=addresses)
                 self.changed.notify_all()
 
     def wait(self, condition: Callable[[], Any], what: str) -> Any:
+        """Until the condition is true, and that value; it is looked at again when a worker is lost, settled or done."""
         with self.changed:
-            assert self.changed.wait_for(condition, PATIENCE_S), f"nobody said {what}"
+            assert self.changed.wait_for(lambda: self.ended or condition(), PATIENCE_S), f"nobody said {what}"
+            if self.ended is not None:
+                raise self.ended
             return condition()
 
     def run(self, *, steps: int, between: Callable[[ToyWorker, int], None] | None = None) -> None:
@@ -131,15 +145,13 @@ class Job:
         threads = [threading.Thread(target=worker.train, args=(steps, between), daemon=True) for worker in self.workers]
         for thread in threads:
             thread.start()
-        for worker, thread in zip(self.workers, threads, strict=True):
+        for thread in threads:
             thread.join(PATIENCE_S * 2)
+            for other in self.workers:
+                if other.error is not None:
+                    raise other.error
             stuck = [w.id for w, t in zip(self.workers, threads, strict=True) if t.is_alive()]
-            errors = [(w.id, w.error) for w in self.workers if w.error is not None]
-            assert not thread.is_alive(), (
-                f"workers {stuck} hang; places {[(w.id, w.place) for w in self.workers]}, errors {errors}"
-            )
-            if worker.error is not None:
-                raise worker.error
+            assert not thread.is_alive(), f"workers {stuck} hang; places {[(w.id, w.place) for w in self.workers]}"
 
 
 @dataclass
@@ -157,9 +169,13 @@ class ToyWorker:
     evaluated: list[tuple[int, float]] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
     unsaved: list[int] = field(default_factory=list)
+    logged: list[int] = field(default_factory=list)
+    """Steps that were logged after they had been run."""
+    activations: Callable[[], Activations | None] = lambda: None
+    """Of the last step: a weak reference."""
     steps_run: list[int] = field(default_factory=list)
     hooks: dict[tuple[str, int], Callable[[], None]] = field(default_factory=dict)
-    """By (phase, step): called when this worker is there, once."""
+    """By (phase, step), or (phase, epoch) of a recovery: called when this worker is there, once."""
 
     def __post_init__(self) -> None:
         self.transport = SocketTransport(self.id, f"unix:{self.folder}/{self.id}", "token")
@@ -199,14 +215,25 @@ class ToyWorker:
 
     def run_step(self, step: int) -> int:
         self.steps_run.append(step)
+        activations = Activations()
+        self.activations = weakref.ref(activations)
         self.strike(step, "forward", None)
+        self.sync_parameters()  # late, as with overlapped gathers: until now they were those of the step before
         self.communicator.barrier()  # stands for the pipeline and the reduction
         self.session.mark_dirty()
         self.shard[:-1] += step + 1
         self.shard[-1] = step + 1
-        self.sync_parameters()
+        self.strike(step, "optimizer", None)
+        self.communicator.barrier()  # stands for what ends Megatron's step
         self.step = step + 1
+        self.strike(step, "stepped", None)
         return step
+
+    def log(self, step: int) -> None:
+        """As the training loop does after a step: a collective that is no joint activity."""
+        self.strike(step, "log", None)
+        self.communicator.all_gather_rows((self.id, step))
+        self.logged.append(step)
 
     def evaluate(self, step: int) -> None:
         """Something that all must join, with the parameters as they are."""
@@ -241,6 +268,11 @@ class ToyWorker:
         self.job.lose(self.id)
         raise Vanished
 
+    def fall_silent(self) -> None:
+        """Be lost with links that stay open, as a stopped process; called from another worker's thread."""
+        self.job.lose(self.id)
+        self.transport.cancel()
+
     # ------------------------------------------------------------ runtime.ports.Host
 
     def shard_layouts(self, members: Sequence[int]) -> dict[int, ShardLayout]:
@@ -256,6 +288,7 @@ class ToyWorker:
         flat.copy_(self.shard)
 
     def write_shard(self, flat: torch.Tensor) -> None:
+        self.strike(self.session.plan.epoch, "write", None)
         self.shard.copy_(flat)
 
     def edit_groups(self, plan: ElasticPlan) -> None:
@@ -310,12 +343,15 @@ class ToyWorker:
         pass
 
     def peer_unreachable(self, epoch: int, peer: int, detail: str) -> None:
-        self.job.lose(peer)
+        if self.id not in self.job.lost:
+            self.job.lose(peer)
 
     def activity_failed(self, epoch: int, detail: str) -> None:
         self.job.leave_out(epoch)
 
     def wait_quiesce(self, newer_than: int, *, idle: bool = False) -> Announced:
+        if self.id in self.job.lost:
+            raise Vanished
         self.job.wait(lambda: self.job.epoch > newer_than, f"an epoch after {newer_than}")
         lost = tuple(
             WorkerLost(worker=worker, reason=LossReason.EXITED, detail="", at_s=0.0) for worker in sorted(self.job.lost)
@@ -323,13 +359,17 @@ class ToyWorker:
         return Announced(epoch=self.job.epoch, lost=lost)
 
     def settled(self, report: SettleReport) -> None:
+        if self.id in self.job.lost:
+            raise Vanished
         self.job.settled(report)
 
     def wait_recover(self, epoch: int) -> Order:
+        self.strike(epoch, "settled", None)
         found = self.job.wait(lambda: self.job.epoch > epoch or self.job.orders.get(epoch), f"the plan of {epoch}")
         if found is True:
             raise EpochChanged(f"epoch {self.job.epoch} was announced")
         assert isinstance(found, Order)
+        self.strike(epoch, "ordered", None)
         return found
 
     def recovered(self, report: RecoveryReport) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_elas.runtime.replicator import Replicator
-from megatron_elas.spec.errors import EpochChanged
+from megatron_elas.spec.errors import EpochChanged, StateInvalid
 from tests.runtime.jobs import PATIENCE_S, Job, ToyWorker, check_end, job_of, value_of
+from tests.runtime.workers import wait_until
 
 STEPS = 6
 
@@ -39,19 +41,42 @@ def cut_in_barrier(worker: ToyWorker, calls: int) -> None:
         count[0] += 1
         real()
         if count[0] == calls:
-            worker.job.wait(lambda: worker.transport.cancelled, "that the epoch has ended")
+            wait_for_the_end(worker)
             raise EpochChanged("cut short in the barrier that the others have left")
 
     worker.communicator.barrier = barrier  # type: ignore[method-assign]
 
 
-FIRST_COMMIT = 3
-"""Barriers of a worker: one after the first copies, then in every step one of the toy's own and the commit."""
+def vanish_after(event: threading.Event, worker: ToyWorker) -> Callable[[], None]:
+    """A hook in which the worker is lost, but not before the event."""
+
+    def vanish() -> None:
+        assert event.wait(PATIENCE_S)
+        worker.vanish()
+
+    return vanish
+
+
+def holds_copy(job: Job, owner: int, version: int) -> bool:
+    """Whether the owner's backup has all of its copy of the version."""
+    backup = job.plan.backup_of(owner)
+    assert backup is not None
+    state = job.workers[backup].session._state
+    return state is not None and version in state.store.wards[owner].held
+
+
+def wait_for_the_end(worker: ToyWorker) -> None:
+    """Of the epoch."""
+    worker.job.wait(lambda: worker.transport.cancelled, "that the epoch has ended")
+
+
+FIRST_COMMIT = 4
+"""Barriers of a worker: one after the first copies, then in every step two of the toy's own and the commit."""
 
 
 def commit_of(step: int) -> int:
-    """Number of the barrier that commits this step, without evaluations before it."""
-    return FIRST_COMMIT + 2 * step
+    """Number of the barrier that commits this step, without evaluations before it; logging has none."""
+    return FIRST_COMMIT + 3 * step
 
 
 def test_an_undisturbed_job_runs_every_step_once(tmp_path: Path) -> None:
@@ -63,13 +88,55 @@ def test_an_undisturbed_job_runs_every_step_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 3, STEPS - 1])
-@pytest.mark.parametrize("phase", ["snapshot", "forward", "commit", "between"])
+@pytest.mark.parametrize("phase", ["snapshot", "forward", "optimizer", "commit", "between", "log"])
 def test_a_worker_lost_at_any_place_of_a_step_is_made_up_for(phase: str, step: int, tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
         job.workers[2].hooks[phase, step] = job.workers[2].vanish
-        job.run(steps=STEPS)
+        job.run(steps=STEPS, between=ToyWorker.log)
         assert job.lost == {2}
         check_end(job, STEPS)
+        assert all(job.workers[worker].logged == list(range(STEPS)) for worker in job.survivors)
+
+
+def test_an_update_that_was_cut_off_half_way_is_undone(tmp_path: Path) -> None:
+    with job_of(tmp_path, stages=2, rows=2) as job:
+        # Worker 0, of the stage that loses nobody, has changed its shard and not yet ended the step.
+        changed = threading.Event()
+
+        def wait_there() -> None:
+            wait_until(lambda: holds_copy(job, 3, 3))  # or all would go one step back
+            changed.set()
+            wait_for_the_end(job.workers[0])
+
+        job.workers[0].hooks["optimizer", 3] = wait_there
+        job.workers[3].hooks["optimizer", 3] = vanish_after(changed, job.workers[3])
+        job.run(steps=STEPS)
+        check_end(job, STEPS)
+        assert job.workers[0].steps_run == [0, 1, 2, 3, 3, 4, 5]
+
+
+def test_nobody_gives_up_an_older_version_before_the_newer_copies_of_all_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with job_of(tmp_path) as job:
+        victim, ahead = job.workers[2], threading.Event()
+        real = Replicator._exchange
+
+        def exchange(replicator: Replicator, store, version: int) -> None:
+            if replicator is victim.session._replicator and version == 3:
+                job.wait(lambda: job.lost, "that the worker is lost")  # so its copies of version 3 never leave
+            real(replicator, store, version)
+
+        def vanish() -> None:
+            assert not ahead.wait(0.3), "worker 1 began step 4 while a copy of version 3 was missing at worker 0"
+            victim.vanish()
+
+        monkeypatch.setattr(Replicator, "_exchange", exchange)
+        job.workers[1].hooks["snapshot", 4] = ahead.set  # by then it has written over its version 2
+        victim.hooks["stepped", 3] = vanish
+        job.run(steps=STEPS)
+        check_end(job, STEPS)
+        assert [order.settlement.resume_step for order in job.orders.values()] == [2]
 
 
 def test_copies_that_had_not_arrived_take_all_one_step_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +183,19 @@ def test_nobody_begins_the_first_step_before_all_first_copies_are_there(
         check_end(job, 2)
 
 
+def test_a_worker_that_others_have_left_behind_logs_alone_while_they_are_in_the_next_step(tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        # Worker 0 is in the log of step 2 when the epoch ends, worker 1 in the commit before. Then both run step 3.
+        cut_in_barrier(job.workers[1], commit_of(2))
+        ahead = threading.Event()
+        job.workers[0].hooks["log", 2] = ahead.set
+        job.workers[2].hooks["log", 2] = vanish_after(ahead, job.workers[2])
+        job.run(steps=STEPS, between=ToyWorker.log)
+        check_end(job, STEPS)
+        assert job.orders[1].settlement.lead_activity == 3 and job.reports[1][1].activity == 2
+        assert all(job.workers[worker].logged == list(range(STEPS)) for worker in job.survivors)
+
+
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize("evaluated", [True, False], ids=["then-evaluate", "then-step"])
 def test_a_worker_cut_off_in_a_barrier_that_others_have_left_joins_them_again(
@@ -141,7 +221,9 @@ def test_an_evaluation_that_others_have_left_counts_for_the_one_cut_off_in_its_b
     with job_of(tmp_path) as job:
         # After the commit of step 2 come the evaluation's own barrier and the one that ends it.
         cut_in_barrier(job.workers[1], commit_of(2) + 2)
-        job.workers[2].hooks["forward", 3] = job.workers[2].vanish
+        ahead = threading.Event()
+        job.workers[0].hooks["snapshot", 3] = ahead.set
+        job.workers[2].hooks["forward", 3] = vanish_after(ahead, job.workers[2])
         job.run(steps=STEPS, between=evaluate_after(2))
         check_end(job, STEPS)
         assert evaluations(job) == {2: value_of(3)}
@@ -232,10 +314,57 @@ def test_a_second_worker_lost_during_the_recovery_is_recovered_from(second: int,
         # Workers 0 and 2 are lost, or 1 and 3: never an owner together with its backup.
         first = (second + 2) % 4
         job.workers[first].hooks["forward", 2] = job.workers[first].vanish
-        job.workers[second].hooks["recovery", 2] = job.workers[second].vanish
+        for step in (1, 2):  # it may still have been in the barrier before
+            job.workers[second].hooks["recovery", step] = job.workers[second].vanish
         job.run(steps=STEPS)
         assert job.lost == {first, second}
         check_end(job, STEPS)
+
+
+@pytest.mark.parametrize("place", ["settled", "ordered", "write"])
+def test_a_second_worker_lost_at_any_place_of_a_recovery_is_recovered_from(place: str, tmp_path: Path) -> None:
+    with job_of(tmp_path, stages=2, rows=2) as job:
+        cut, second = job.workers[0], job.workers[3]
+
+        def lose_the_second() -> None:
+            second.fall_silent()
+            if place == "write":  # this worker's state is nothing now: rebuilt, and not yet written
+                raise EpochChanged("cut short")
+
+        copied = threading.Event()
+
+        def wait_for_copies() -> None:
+            wait_until(lambda: holds_copy(job, 1, 2) and holds_copy(job, 3, 2))
+            copied.set()
+
+        cut.hooks["forward", 2] = wait_for_copies  # so all go on from the version that they have in use
+        job.workers[1].hooks["forward", 2] = vanish_after(copied, job.workers[1])
+        cut.hooks[place, 1] = lose_the_second
+        job.run(steps=STEPS)
+        assert job.lost == {1, 3} and max(job.orders) == 2
+        check_end(job, STEPS)
+
+
+def test_losing_an_owner_and_its_backup_in_one_recovery_ends_the_job_instead_of_going_on_without_their_state(
+    tmp_path: Path,
+) -> None:
+    with job_of(tmp_path) as job:
+        backup = job.plan.backup_of(2)
+        assert backup is not None
+        job.workers[2].hooks["forward", 2] = job.workers[2].vanish
+        job.workers[backup].hooks["ordered", 1] = job.workers[backup].vanish
+        with pytest.raises(StateInvalid, match="no step's state is whole"):
+            job.run(steps=STEPS)
+
+
+def test_a_cancelled_step_keeps_nothing_in_memory_while_others_are_waited_for(tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        alive: list[object] = []
+        job.workers[0].hooks["settled", 1] = lambda: alive.append(job.workers[0].activations())
+        job.workers[2].hooks["forward", 2] = job.workers[2].vanish
+        job.run(steps=STEPS)
+        check_end(job, STEPS)
+        assert alive == [None]
 
 
 def test_workers_are_lost_one_after_the_other_down_to_one(tmp_path: Path) -> None:

@@ -445,6 +445,39 @@ def test_what_was_asked_for_in_an_old_epoch_fails_in_the_new_one(tmp_path: Path)
     assert all(run_workers(2, body))
 
 
+def test_an_operation_queued_behind_one_that_failed_sends_nothing(tmp_path: Path) -> None:
+    """Its frames would be taken for those of the operation that others are still in."""
+    ready = make_barrier(4)
+
+    def body(own: int) -> bool:
+        with joined(own, 4, tmp_path) as (transport, communicator):
+            check_sum(None, [0, 1, 2, 3], own)
+            ready.wait()
+            if own == 3:  # its death, of which only worker 2 knows yet
+                transport._links[2, communicator.groups[0].channel].close("broken by the test")
+            ready.wait()
+            if own == 2:
+                # Cut before it has sent its second message to worker 0, which is the next thing that it sends there.
+                queued = [
+                    dist.all_reduce(torch.ones(3), async_op=True),
+                    dist.broadcast(torch.ones(3), 2, async_op=True),
+                ]
+                for work in queued:
+                    with pytest.raises(PeerLost):
+                        work.wait()
+            ready.wait()
+            if own < 2:
+                timer = threading.Timer(0.1, transport.cancel)
+                timer.start()
+                with pytest.raises(EpochChanged):
+                    dist.all_reduce(torch.ones(3))
+                timer.join()
+            ready.wait()
+        return True
+
+    assert all(run_workers(4, body))
+
+
 def test_errors_name_the_group_the_peer_and_the_epoch(tmp_path: Path) -> None:
     ready = make_barrier(2)
 
