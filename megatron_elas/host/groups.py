@@ -61,6 +61,11 @@ def classify_group(original_members: Sequence[int], description: str, initial: P
     return GroupKind.FUSED
 
 
+def is_view(group: EditableGroup, initial: Placement) -> bool:
+    """Whether its members may disagree about who the members are, so that nothing can be exchanged in it."""
+    return classify_group(group.original_members, group.description, initial) is GroupKind.CHAIN
+
+
 def edit_groups(groups: Sequence[EditableGroup], initial: Placement, placement: Placement, worker: int) -> None:
     """Edit every group of this process to the placement; ``worker`` must have a seat in it."""
     seated = placement.workers
