@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fault.runs import Run, assemble, assert_same_training, run_job
+from tests.fault.runs import Run, assemble, assert_nothing_stale, assert_same_training, run_job
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
@@ -21,6 +21,7 @@ def lose_one(tmp_path: Path, flags: tuple[str, ...], workers: int, worker: int) 
     run = run_job(tmp_path / "run", flags, workers=workers, faults=[fault], versions=[AT - 1, AT], steps=8)
     assert run.fired == [fault], run.output[-6000:]
     assert run.code == 0, run.output[-6000:]
+    assert_nothing_stale(run)
     return run
 
 
@@ -68,3 +69,4 @@ def test_training_with_overlapped_communication_survives_a_loss(tmp_path: Path) 
     run = run_job(tmp_path / "struck", flags, workers=4, faults=[fault])
     assert run.fired == [fault]
     assert_same_training(run, calm)
+    assert_nothing_stale(run)
