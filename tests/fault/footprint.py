@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-FREE_CHANNELS = ("snapshots", "migration", "pipeline")
+FREE_CHANNELS = ("snapshots", "migration", "pipeline", "tied gradients")
 """That are no group's: a link to every other worker each, at most."""
 
 COUNTED = (

@@ -42,6 +42,7 @@ def megatron_plants(scene: Scene) -> dict[str, Plant]:
     from megatron.training import async_utils, get_args, get_timers, global_vars
 
     from megatron_elas.host.data import _PlanSampler
+    from megatron_elas.host.log_handover import Log, LogWriter
     from megatron_elas.host.model import bucket_groups_of, buffers_of
 
     attached, host, args, machine = scene.attached, scene.host, get_args(), get_rerun_state_machine()
@@ -278,6 +279,22 @@ def megatron_plants(scene: Scene) -> dict[str, Plant]:
             "global_variables",
             "a TensorBoard writer is open",
             lambda: setting(_GLOBAL_TENSORBOARD_WRITER=(global_vars, object())),
+        ),
+        "the log's TensorBoard writer": Plant(
+            "global_variables",
+            "the log's TensorBoard writer is open",
+            lambda: setting(_writer=(attached.log, object())),
+        ),
+        "another log's writer": Plant(
+            "global_variables",
+            "belongs to another log",
+            lambda: setting(_GLOBAL_TENSORBOARD_WRITER=(global_vars, LogWriter(blank(Log)))),
+        ),
+        "a line told long ago": Plant(
+            "global_variables", "1 lines that were told", lambda: setting(_lines=(attached.log, [(1, "old")]))
+        ),
+        "a scalar told long ago": Plant(
+            "global_variables", "1 scalars that were told", lambda: setting(_scalars=(attached.log, [(0, print)]))
         ),
         "a W&B run": Plant(
             "global_variables", "a W&B run is open", lambda: setting(_GLOBAL_WANDB_WRITER=(global_vars, object()))

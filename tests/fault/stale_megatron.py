@@ -336,6 +336,8 @@ def global_variables(scene: Scene) -> Iterator[Finding]:
     from megatron.training import get_args
     from megatron.training.global_vars import get_one_logger, get_tensorboard_writer, get_wandb_writer
 
+    from megatron_elas.host.log_handover import PLACES, LogWriter
+
     args = get_args()
     if (args.rank, args.world_size) != (scene.rank_of[scene.worker], len(scene.seated)):
         yield f"args.rank and args.world_size are {args.rank} and {args.world_size}"
@@ -345,9 +347,19 @@ def global_variables(scene: Scene) -> Iterator[Finding]:
         scene.host.consumed_samples(scene.session.next_step), scene.host.consumed_samples(scene.session.next_step - 1)
     ):  # fmt: skip
         yield f"args.consumed_train_samples is {args.consumed_train_samples}"
+    log = scene.attached.log
+    shared = get_tensorboard_writer()
+    if isinstance(shared, LogWriter) and shared._log is not log:
+        yield "Megatron's TensorBoard writer belongs to another log"
+    newest = scene.session._activity - 1  # the last one that has begun, and with it told all before
+    if old := [mark for mark, _ in log._lines if mark // PLACES < newest]:
+        yield f"the log keeps {len(old)} lines that were told long ago"
+    if old := [region for region, _ in log._scalars if region < newest]:
+        yield f"the log keeps {len(old)} scalars that were told long ago"
     if scene.rank_of[scene.worker] != len(scene.seated) - 1:
         for what, writer in (
-            ("a TensorBoard writer", get_tensorboard_writer()), ("a W&B run", get_wandb_writer()),
+            ("a TensorBoard writer", None if isinstance(shared, LogWriter) else shared),
+            ("the log's TensorBoard writer", log._writer), ("a W&B run", get_wandb_writer()),
             ("a one-logger", get_one_logger()),
         ):  # fmt: skip
             if writer is not None:

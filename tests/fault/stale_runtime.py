@@ -109,8 +109,7 @@ def _refers(holder: Any, held: Any) -> bool:
 def links(scene: Scene) -> Iterator[Finding]:
     """Links lead to living workers, are of this epoch, belong to the transport, and have a use."""
     from megatron_elas.host.groups import is_view
-    from megatron_elas.runtime.channels import MIGRATION, PIPELINE, SNAPSHOTS
-    from megatron_elas.runtime.communicator.channels import POINT_TO_POINT
+    from megatron_elas.runtime.communicator.channels import FIRST_FREE, POINT_TO_POINT
     from megatron_elas.runtime.transport.link import Link
 
     transport = scene.transport
@@ -124,8 +123,6 @@ def links(scene: Scene) -> Iterator[Finding]:
             continue
         for channel in (group.channel, group.channel + POINT_TO_POINT):
             peers_on.setdefault(channel, set()).update(group.members)
-    for channel in (SNAPSHOTS, MIGRATION, PIPELINE):
-        peers_on[channel] = set(scene.alive)
     for link in scene.of(Link):
         name = f"the link to worker {link.peer} on channel {link.channel:#x}"
         if id(link) not in current:
@@ -133,7 +130,7 @@ def links(scene: Scene) -> Iterator[Finding]:
             continue
         if link.peer not in scene.alive:
             yield f"{name} leads to a worker that is gone"
-        elif link.peer not in peers_on.get(link.channel, ()):
+        elif link.channel < FIRST_FREE and link.peer not in peers_on.get(link.channel, ()):
             yield f"{name} is of no group: no operation will use it again"
         if link.epoch != transport.epoch:
             yield f"{name} is of epoch {link.epoch}"
