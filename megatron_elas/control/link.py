@@ -114,8 +114,10 @@ class ControlLink:
         return quiesce.epoch if quiesce is not None else 0
 
     def wait_start(self, timeout_s: float) -> Start:
-        """The plan of epoch 0, when all workers have joined. Raises ElasticError."""
-        return self._wait(lambda: self._start, timeout_s, "that all workers have joined")
+        """The plan of epoch 0, when all workers have joined; given once. Raises ElasticError."""
+        start = self._wait(lambda: self._start, timeout_s, "that all workers have joined")
+        self._start = None  # its plan would outlive its epoch here
+        return start
 
     def wait_quiesce(self, newer_than: int, timeout_s: float) -> Quiesce:
         """The latest announcement of an epoch newer than ``newer_than``. Raises ElasticError."""

@@ -61,6 +61,11 @@ def classify_group(original_members: Sequence[int], description: str, initial: P
     return GroupKind.FUSED
 
 
+def is_view(group: EditableGroup, initial: Placement) -> bool:
+    """Whether its members may disagree about who the members are, so that nothing can be exchanged in it."""
+    return classify_group(group.original_members, group.description, initial) is GroupKind.CHAIN
+
+
 def edit_groups(groups: Sequence[EditableGroup], initial: Placement, placement: Placement, worker: int) -> None:
     """Edit every group of this process to the placement; ``worker`` must have a seat in it."""
     seated = placement.workers
@@ -87,8 +92,8 @@ def rank_lists() -> dict[str, Any]:
 
     found = {}
     for name in vars(parallel_state):
-        if "_GLOBAL_RANKS" in name and getattr(parallel_state, name) is not None:
-            group_name = _GROUP_OF_RANKS.get(name, name.replace("_GLOBAL_RANKS", "_GROUP"))
+        if "_RANKS" in name and getattr(parallel_state, name) is not None:
+            group_name = _GROUP_OF_RANKS.get(name, name.replace("_GLOBAL_RANKS", "_GROUP").replace("_RANKS", "_GROUP"))
             found[name] = getattr(parallel_state, group_name)
     return found
 
@@ -97,8 +102,9 @@ _GROUP_OF_RANKS = {"_PIPELINE_GLOBAL_RANKS": "_PIPELINE_MODEL_PARALLEL_GROUP"}
 
 
 def write_globals(plan: ElasticPlan, worker: int) -> None:
-    """Bring parallel_state's rank lists and Megatron's ``args`` in line with the edited groups."""
+    """Bring parallel_state's rank lists, Megatron's ``args`` and straggler detector in line with the edited groups."""
     from megatron.core import parallel_state
+    from megatron.core.utils import StragglerDetector
     from megatron.training import get_args
 
     rank_of = {w: rank for rank, w in enumerate(plan.placement.workers)}
@@ -108,6 +114,9 @@ def write_globals(plan: ElasticPlan, worker: int) -> None:
     args = get_args()
     args.rank = rank_of[worker]
     args.world_size = len(rank_of)
+    detector = StragglerDetector._instance  # the one of the process: calling the class would reset it
+    if detector.world:  # 0 without --log-straggler
+        detector.rank, detector.world = args.rank, args.world_size
 
 
 def keep_data_parallel_size_logical(data_parallel: int) -> None:

@@ -11,6 +11,9 @@ import torch
 from megatron_elas.host.attachment import Attachment, attachment
 from megatron_elas.host.data import SeekableLoader
 
+LOADER_SETTINGS = ("num_workers", "collate_fn", "pin_memory", "worker_init_fn", "generator")
+"""Taken over from Megatron's loader. The loader itself is let go: its sampler knows a rank that may change."""
+
 
 def wrap_data_loaders(original: Any) -> Any:
     """``build_train_valid_test_data_loaders`` with loaders that follow the plan."""
@@ -45,25 +48,13 @@ def _make_seekable(
     """A loader over the same dataset that follows the plan; None for None."""
     if stock is None:
         return None
+    dataset, settings = stock.dataset, {name: getattr(stock, name) for name in LOADER_SETTINGS}
     return SeekableLoader(
-        dataset=stock.dataset,
+        dataset=dataset,
         micro_batch_size=micro_batch_size,
         batch_size=batch_size,
         consumed=consumed,
         items=lambda: attached.route.items_for(batch_size // micro_batch_size),
-        make_loader=functools.partial(_like, stock),
+        make_loader=lambda sampler: torch.utils.data.DataLoader(dataset, batch_sampler=sampler, **settings),
         observe=observe,
-    )
-
-
-def _like(stock: Any, batch_sampler: Any) -> Any:
-    """A torch data loader with the stock one's settings and another sampler."""
-    return torch.utils.data.DataLoader(
-        stock.dataset,
-        batch_sampler=batch_sampler,
-        num_workers=stock.num_workers,
-        collate_fn=stock.collate_fn,
-        pin_memory=stock.pin_memory,
-        worker_init_fn=stock.worker_init_fn,
-        generator=stock.generator,
     )

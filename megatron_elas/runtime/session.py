@@ -71,7 +71,8 @@ class Session:
         strike: FaultPoint,
     ) -> None:
         self.worker = worker
-        self._plan = plan
+        self._first_plan: ElasticPlan | None = plan
+        """Until ``attach``; from then on the state has the plan."""
         self._transport = transport
         self._groups = groups
         self._control = control
@@ -93,7 +94,9 @@ class Session:
     @property
     def plan(self) -> ElasticPlan:
         """The plan in force."""
-        return self._state.plan if self._state is not None else self._plan
+        plan = self._state.plan if self._state is not None else self._first_plan
+        assert plan is not None
+        return plan
 
     @property
     def next_step(self) -> int:
@@ -112,17 +115,19 @@ class Session:
 
     def attach(self, host: Host, first_step: int) -> None:
         """Give the session its host, when model and optimizer exist. Called once, before the first step."""
-        seat = self._plan.placement.seat(self.worker)
+        plan = self.plan
+        seat = plan.placement.seat(self.worker)
         self._host = host
         self._next_step = first_step
         self._state = WorkerState(
             worker=self.worker,
-            plan=self._plan,
+            plan=plan,
             live=first_step,
-            fitted=self._plan.placement.replicas(seat.stage, seat.lane),
+            fitted=plan.placement.replicas(seat.stage, seat.lane),
         )
-        store = make_store(host, self._plan, self.worker)
-        self._state.stores[self._plan.epoch] = (self._plan, store)
+        self._first_plan = None
+        store = make_store(host, plan, self.worker)
+        self._state.stores[plan.epoch] = (plan, store)
         self._executor = Executor(
             self._state, host, self._transport, self._replicator, self._groups, self._control, self._strike
         )

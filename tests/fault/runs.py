@@ -71,6 +71,17 @@ class Run:
         return {int(path.suffixes[-2][1:]): torch.load(path) for path in sorted(self.folder.glob(f"{name}.*.pt"))}
 
     @property
+    def recoveries(self) -> dict[int, set[int]]:
+        """Workers that had a seat after each recovery, by epoch."""
+        found = {}
+        for block in re.split(r"---- recovered: epoch ", self.output)[1:]:
+            seats = re.search(r"^now +(.*?)(?: \| spare: .*)?$", block, re.MULTILINE)
+            assert seats is not None, block[:500]
+            cells = re.findall(r"\[([\d,]+)\]", seats.group(1))
+            found[int(block.split()[0])] = {int(worker) for cell in cells for worker in cell.split(",")}
+        return found
+
+    @property
     def fired(self) -> list[str]:
         """Faults that struck, as printed by the worker just before."""
         return re.findall(r"fault strikes: (\S+)", self.output)
@@ -86,13 +97,14 @@ def run_job(
     steps: int = STEPS,
     batch: int = 8,
     timeout_s: float = 100,
+    launcher_flags: Sequence[str] = (),
 ) -> Run:
     """Train the small model on ``workers`` workers with --elastic; ``folder`` is made and filled."""
     elastic = ["--elastic", f"--elastic-sample-log={folder / 'samples'}"]
     for fault in faults:
         elastic += ["--elastic-inject", fault]
     command = [
-        *launcher(workers), "--preload=megatron_elas.pretrain_gpt:preload", str(RECORDER), *MODEL,
+        *launcher(workers), *launcher_flags, "--preload=megatron_elas.pretrain_gpt:preload", str(RECORDER), *MODEL,
         f"--train-iters={steps}", f"--global-batch-size={batch}", *elastic, *flags,
     ]  # fmt: skip
     return run_command(command, folder, versions, timeout_s)
@@ -132,6 +144,25 @@ def run_command(command: Sequence[str], folder: Path, versions: Sequence[int], t
             output, _ = process.communicate(timeout=30)
             raise AssertionError(f"not finished after {timeout_s} s:\n{output[-6000:]}") from None
     return Run(code=process.returncode, output=output, folder=folder)
+
+
+def assert_nothing_stale(run: Run) -> None:
+    """After every recovery no live object of any worker with a seat knew a lost worker or an old epoch.
+
+    Each looks right after the first step committed in an epoch, and the last ones once more at the end.
+    """
+    assert run.recoveries, "nobody was lost"
+    for epoch, seated in run.recoveries.items():
+        walks = run.records(f"walk.{epoch}")
+        assert walks.keys() == seated, f"epoch {epoch}"
+        for worker, walk in walks.items():
+            assert walk["problems"] == [], f"epoch {epoch}, worker {worker}"
+    records = run.records("final")
+    assert records.keys() == seated
+    for worker, record in records.items():
+        assert record["problems"] == [], f"at the end, worker {worker}"
+        assert len(record["reduced"]) > 5
+        assert {name for name, (size, total) in record["reduced"].items() if size != total} == set()
 
 
 def assemble(records: dict[int, dict[str, Any]]) -> dict[tuple[int, int, str], torch.Tensor]:

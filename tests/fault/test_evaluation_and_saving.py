@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.runs import Run, assert_same_training, run_job, run_stock
+from tests.fault.runs import Run, assert_nothing_stale, assert_same_training, run_job, run_stock
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -40,7 +40,7 @@ def test_an_evaluation_or_save_cut_short_is_done_again(worker: int, phase: str, 
     run = run_job(tmp_path / "run", flags, workers=4, faults=[fault])
     assert run.fired == [fault]
     assert_same_training(run, calm)
-    assert {worker: record["problems"] for worker, record in run.records("final").items() if record["problems"]} == {}
+    assert_nothing_stale(run)
     ours, theirs = evaluations(run), evaluations(calm)
     assert ours.keys() == theirs.keys() and len(theirs) >= 4
     for what, loss in theirs.items():

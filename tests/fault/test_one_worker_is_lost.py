@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.runs import Run, assert_same_training, run_job, run_stock
+from tests.fault.runs import Run, assert_nothing_stale, assert_same_training, run_job, run_stock
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
@@ -29,14 +29,10 @@ def lose(tmp_path: Path, *faults: str) -> Run:
     return run
 
 
-def assert_nothing_stale(run: Run, survivors: set[int]) -> None:
-    """No live object of any survivor knows the lost worker, and every group works."""
-    records = run.records("final")
-    assert records.keys() == survivors
-    for worker, record in records.items():
-        assert record["problems"] == [], f"worker {worker}"
-        assert len(record["reduced"]) > 5
-        assert {name for name, (size, total) in record["reduced"].items() if size != total} == set()
+def assert_survivors(run: Run, survivors: set[int]) -> None:
+    """These have a seat at the end, every group of theirs works, and nothing was stale after any recovery."""
+    assert run.records("final").keys() == survivors
+    assert_nothing_stale(run)
 
 
 def test_without_a_fault_elastic_training_has_the_losses_of_stock_megatron(calm: Run, tmp_path: Path) -> None:
@@ -54,7 +50,7 @@ def test_a_killed_worker_changes_neither_losses_nor_samples_nor_the_log(
 ) -> None:
     run = lose(tmp_path, f"kill:worker={worker}@step={AT},phase={phase},microbatch=2")
     assert_same_training(run, calm)
-    assert_nothing_stale(run, {0, 1, 2, 3} - {worker})
+    assert_survivors(run, {0, 1, 2, 3} - {worker})
     assert run.output.count("---- recovered: epoch 1 ") == 1
     assert f"lost     worker {worker} " in run.output
 
@@ -74,19 +70,21 @@ def test_the_phases_of_the_printed_table_add_up_to_its_total(tmp_path: Path) -> 
 def test_other_ways_to_go_end_in_the_same_recovery(kind: str, calm: Run, tmp_path: Path) -> None:
     run = lose(tmp_path, f"{kind}:worker=2@step={AT},phase=backward,microbatch=1")
     assert_same_training(run, calm)
-    assert_nothing_stale(run, {0, 1, 3})
+    assert_survivors(run, {0, 1, 3})
 
 
 @pytest.mark.parametrize("phase", ["snapshot", "optimizer", "commit", "between"])
 def test_a_worker_lost_around_the_ends_of_a_step_loses_no_step(phase: str, calm: Run, tmp_path: Path) -> None:
     run = lose(tmp_path, f"kill:worker=0@step={AT},phase={phase}")
     assert_same_training(run, calm)
+    assert_survivors(run, {1, 2, 3})
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_worker_lost_in_the_very_first_step_is_recovered_from(phase: str, calm: Run, tmp_path: Path) -> None:
     run = lose(tmp_path, f"kill:worker=2@step=0,phase={phase},microbatch=1")
     assert_same_training(run, calm)
+    assert_survivors(run, {0, 1, 3})
 
 
 def test_survivors_keep_their_processes(tmp_path: Path) -> None:
@@ -105,7 +103,7 @@ def test_a_lost_worker_takes_its_tensor_parallel_cell_along_and_its_mate_becomes
     run = run_job(tmp_path / "run", flags, workers=4, steps=10, faults=[fault])
     assert run.fired == [fault]
     assert_same_training(run, calm)
-    assert_nothing_stale(run, {2, 3})
+    assert_survivors(run, {2, 3})
     assert "now      stage 0: [2,3] | spare: 0" in run.output
 
 
@@ -116,14 +114,14 @@ def test_two_workers_of_different_stages_are_lost_one_after_the_other(calm: Run,
         "kill:worker=3@step=6,phase=backward,microbatch=1",
     )
     assert_same_training(run, calm)
-    assert_nothing_stale(run, {1, 2})
+    assert_survivors(run, {1, 2})
     assert "---- recovered: epoch 2 " in run.output
 
 
 def test_a_second_worker_lost_during_the_recovery_is_recovered_from_too(calm: Run, tmp_path: Path) -> None:
     run = lose(tmp_path, "kill:worker=1@step=4,phase=forward,microbatch=1", "kill:worker=2@step=4,phase=recovery")
     assert_same_training(run, calm)
-    assert_nothing_stale(run, {0, 3})
+    assert_survivors(run, {0, 3})
 
 
 def test_losing_a_whole_stage_ends_the_job_with_its_own_code_and_a_sentence(tmp_path: Path) -> None:

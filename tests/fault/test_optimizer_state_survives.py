@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fault.runs import Run, assemble, run_job
+from tests.fault.runs import Run, assemble, assert_nothing_stale, run_job
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
@@ -21,6 +21,7 @@ def lose_one(tmp_path: Path, flags: tuple[str, ...], workers: int, worker: int) 
     run = run_job(tmp_path / "run", flags, workers=workers, faults=[fault], versions=[AT - 1, AT], steps=8)
     assert run.fired == [fault], run.output[-6000:]
     assert run.code == 0, run.output[-6000:]
+    assert_nothing_stale(run)
     return run
 
 

@@ -1,4 +1,4 @@
-"""Megatron's own DDP, with overlapped communication, is cut in the middle of a step and goes on. The checksum of parameters."""
+"""Megatron's own DDP with overlapped communication, cut in the middle of a step; the checksum of parameters."""
 
 from __future__ import annotations
 

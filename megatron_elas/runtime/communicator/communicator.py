@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_elas.runtime.communicator.channels import channel_of
+from megatron_elas.runtime.communicator.channels import FIRST_FREE, POINT_TO_POINT, channel_of
 from megatron_elas.runtime.communicator.process_group import BACKEND, ElasticProcessGroup
 from megatron_elas.runtime.transport.base import Transport
 from megatron_elas.spec.errors import EpochChanged
@@ -163,6 +163,22 @@ class Communicator:
         self._world = tuple(world)
         if default in self.groups:
             torch._C._distributed_c10d._set_global_rank(dense[self._transport.worker])
+
+    def close_unused_links(self, carriers: Collection[ElasticProcessGroup]) -> None:
+        """Close the links of groups that no operation will use after an edit. All workers call it after the same edit.
+
+        Channels that are no group's are left alone.
+
+        Args:
+            carriers: Groups whose members agree on who the members are, so that they communicate.
+        """
+        used = {
+            (peer, channel)
+            for group in carriers
+            for channel in (group.channel, group.channel + POINT_TO_POINT)
+            for peer in group.members
+        }
+        self._transport.keep_links(lambda peer, channel: channel >= FIRST_FREE or (peer, channel) in used)
 
     # ------------------------------------------------------------------ over everybody
 

@@ -151,6 +151,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
         if worker not in new or len(set(new)) != len(new):
             raise ValueError(f"{self} cannot have members {new}: worker {worker} must be one, and each only once")
         self._drop_receives()
+        self._inboxes.clear()  # they go by rank
         self._members = new
         self._me = new.index(worker)
         if channel is not None:

@@ -12,7 +12,7 @@ No buffer is read or written after the call that was given it has returned or ra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -72,6 +72,12 @@ class Transport(Protocol):
         """Enter a new epoch: close the links to ``lost``, forget unsent posts, accept operations.
 
         Called when no operation is in flight any more.
+        """
+
+    def keep_links(self, is_used: Callable[[int, int], bool]) -> None:
+        """Close the links for which ``is_used(peer, channel)`` is false.
+
+        Called in a quiet epoch, and on both ends of a link before its channel is used again.
         """
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_elas.runtime.transport.base import Part, ProtocolError
@@ -276,6 +276,14 @@ class SocketTransport:
             self._cancelled = False
             with contextlib.suppress(BlockingIOError):  # it failed without a cancel
                 os.eventfd_read(self._wake)
+
+    def keep_links(self, is_used: Callable[[int, int], bool]) -> None:
+        """See ``base.Transport``."""
+        with self._changed:
+            for key, link in list(self._links.items()):
+                if not is_used(*key):
+                    link.close("no operation uses it any more")
+                    del self._links[key]
 
     def close(self) -> None:
         """Close links and listener, remove the socket file, end threads. Posts not yet sent are dropped."""

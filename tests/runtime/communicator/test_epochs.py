@@ -144,7 +144,11 @@ def test_two_groups_become_one_on_a_common_channel(tmp_path: Path) -> None:
             communicator.renumber({worker: worker for worker in range(4)})
             transport.adopt(1, lost=())
             assert group.channel == 1 << 20
+            communicator.close_unused_links([group])
+            assert not transport._links, "links of the group of two are of no use any more"
             check_sum(group, [0, 1, 2, 3], own)
+            communicator.close_unused_links([group])
+            assert set(transport._links) == {(peer, 1 << 20) for peer in range(4) if peer != own}
             ready.wait()
         return True
 
@@ -165,6 +169,14 @@ def test_an_edit_that_cannot_be_is_refused(tmp_path: Path) -> None:
             communicator.renumber({0: 1})
         with pytest.raises(ValueError, match="the default group has members"):
             communicator.renumber({0: 0, 1: 1})
+
+
+def test_an_edit_forgets_who_was_received_from(tmp_path: Path) -> None:
+    with joined(0, 1, tmp_path) as (_, communicator):
+        group = communicator.open_group("other", [0, 1, 2])
+        group.recv([torch.zeros(1)], 2)
+        group.edit([0, 1])
+        assert not group._inboxes, "they go by rank, and ranks change"
 
 
 def test_hundred_edits_leave_no_descriptor_or_thread(tmp_path: Path) -> None:

@@ -304,6 +304,18 @@ def test_a_frame_of_a_newer_epoch_ends_the_operation_and_is_kept(unix_pair: list
     assert got == data(5)
 
 
+def test_links_without_a_use_are_closed_at_both_ends_and_can_be_made_anew(unix_pair: list[SocketTransport]) -> None:
+    check_works(unix_pair)
+    [(_, channel)] = unix_pair[0]._links
+    next_epoch(unix_pair)
+    unix_pair[0].keep_links(lambda peer, of: (peer, of) == (1, channel))
+    check_works(unix_pair, tag=1)
+    for transport in unix_pair:
+        transport.keep_links(lambda peer, of: of != channel)
+        assert not transport._links
+    check_works(unix_pair, tag=2)
+
+
 def test_epochs_only_grow(unix_pair: list[SocketTransport]) -> None:
     next_epoch(unix_pair, 4)
     with pytest.raises(ValueError, match="epoch 4 cannot be adopted after 4"):
