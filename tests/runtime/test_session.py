@@ -122,10 +122,10 @@ def test_nobody_gives_up_an_older_version_before_the_newer_copies_of_all_are_the
         victim, ahead = job.workers[2], threading.Event()
         real = Replicator._exchange
 
-        def exchange(replicator: Replicator, store, version: int) -> None:
+        def exchange(replicator: Replicator, store, version: int, renew: bool) -> None:
             if replicator is victim.session._replicator and version == 3:
                 job.wait(lambda: job.lost, "that the worker is lost")  # so its copies of version 3 never leave
-            real(replicator, store, version)
+            real(replicator, store, version, renew)
 
         def vanish() -> None:
             assert not ahead.wait(0.3), "worker 1 began step 4 while a copy of version 3 was missing at worker 0"
