@@ -24,7 +24,7 @@ help:
 	@echo "make test                quick tests;  make test-all: all of them"
 	@echo "make check               style, types, import rules;  make format: mend the style"
 	@echo "make bench-communicator  collectives: ours against gloo"
-	@echo "make bench-recovery      step time with and without --elastic; a lost worker against a restart"
+	@echo "make bench-recovery      step time with and without --elastic; a lost worker against a restart; how recovery grows"
 	@echo "make clean               remove caches and build files;  make distclean: the environment too"
 
 demo: venv

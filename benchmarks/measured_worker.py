@@ -2,7 +2,7 @@
 
 Started by ``training_jobs.run_elastic``. After every recovery a line tells the marks of this worker's phases, the
 processor time it spent from the plan to the first step, and the size of its stage. With ELAS_BENCH_COPIES=off steps
-send no copies to backups: no loss can be survived then, and what copies cost is the difference to a run with them.
+send no copies to backups: no loss can be survived then. What copies cost is the difference to a run with them.
 """
 
 from __future__ import annotations
