@@ -12,14 +12,23 @@ from typing import Any
 
 from megatron_elas.spec.errors import BadUsage
 
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Names the newest checkpoint of a folder."""
+
 
 def use_exchangeable_checkpoints(args: Any) -> None:
     """Save in the fully reshardable format, and refuse to load another one.
 
     Raises:
-        BadUsage: The checkpoint in ``--load`` keeps optimizer state by buckets.
+        BadUsage: The checkpoint in ``--load`` keeps optimizer state by buckets; or there is none, and that was to
+            end the job, which Megatron would do with status 0.
     """
     args.dist_ckpt_optim_fully_reshardable = True
+    if args.exit_on_missing_checkpoint and args.load is not None and _is_empty(args):
+        raise BadUsage(
+            f"there is no checkpoint in --load {args.load}: mend the path, or leave out --exit-on-missing-checkpoint "
+            f"to begin with random weights"
+        )
     folder = _find_checkpoint(args)
     if folder is None or args.no_load_optim or args.finetune:
         return
@@ -35,13 +44,19 @@ def use_exchangeable_checkpoints(args: Any) -> None:
         )
 
 
+def _is_empty(args: Any) -> bool:
+    """Whether nothing would be loaded."""
+    tracker = Path(args.load) / TRACKER
+    return args.ckpt_step is None and args.pretrained_checkpoint is None and not tracker.is_file()
+
+
 def _find_checkpoint(args: Any) -> Path | None:
     """The folder that ``--load`` will read; None when there is none."""
     if args.load is None:
         return None
     iteration = args.ckpt_step
     if iteration is None:
-        tracker = Path(args.load) / "latest_checkpointed_iteration.txt"
+        tracker = Path(args.load) / TRACKER
         if not tracker.is_file() or not tracker.read_text().strip().isdigit():
             return None
         iteration = int(tracker.read_text())
