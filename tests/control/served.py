@@ -17,6 +17,7 @@ from megatron_elas.control.messages import AgentHello, Quiesce, ToAgent, Welcome
 from megatron_elas.control.service import ControlService
 from megatron_elas.control.states import Launch, State
 from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.plan import ElasticPlan
 from tests.control.jobs import TIMEOUTS, make_hello
 
 TOKEN = "secret"
@@ -100,6 +101,9 @@ def serving(
 class Member:
     """A worker's link, with what its callbacks were given."""
 
+    plan: ElasticPlan
+    """The first one, once the job has started."""
+
     def __init__(self, served: Served, worker: int, job: JobSpec, *, heartbeat_s: float = 0.05) -> None:
         self.worker = worker
         self.quiesced: queue.Queue[Quiesce] = queue.Queue()
@@ -118,5 +122,5 @@ def joined(served: Served, job: JobSpec, **settings: Any) -> Iterator[list[Membe
             members.append(Member(served, worker, job, **settings))
             stack.callback(members[-1].link.close)
         for member in members:
-            member.link.wait_start(WAIT_S)
+            member.plan = member.link.wait_start(WAIT_S).plan
         yield members

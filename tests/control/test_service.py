@@ -71,7 +71,7 @@ def exited(worker: int, status: int = -9) -> WorkerExited:
 
 def test_a_lost_worker_is_recovered_from_over_sockets() -> None:
     with serving(4) as served, joined(served, JOB) as members:
-        plan = members[0].link.wait_start(WAIT_S).plan
+        plan = members[0].plan
         served.apply(exited(3))
         survivors = members[:3]
         for member in survivors:
