@@ -2,13 +2,15 @@
 
 In the folder ELAS_TEST_OUT: ``final.W.pt`` at the end of training, ``walk.E.W.pt`` after the first step committed in
 epoch E (what is stale then, and what the worker costs), and ``version.V.epoch.E.W.pt`` before every run of the steps
-named in ELAS_TEST_VERSIONS.
+named in ELAS_TEST_VERSIONS. Before the step ELAS_TEST_KILL_SPARES the spares are killed: they run no step in which a
+scripted fault could strike.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,11 @@ def main() -> int:
     footprints: list[dict[str, Any]] = []
     wanted = {int(v) for v in os.environ.get("ELAS_TEST_VERSIONS", "").split(",") if v}
 
+    kill_step = int(os.environ.get("ELAS_TEST_KILL_SPARES", "-1"))
+
     def record_version(host: Any, step: int, data_iterator: Any) -> None:
+        if kill_step >= 0:
+            kill_spares(kill_step, step)
         if step in wanted:
             attached = attachment()
             epoch = attached.session.plan.epoch
@@ -64,6 +70,18 @@ def main() -> int:
     Session.run_step = record_walk  # type: ignore[method-assign]
     worker.finish = record_end
     return pretrain_gpt.main()
+
+
+def kill_spares(kill_step: int, step: int) -> None:
+    """Called on all workers before each step: note the own pid; in ``kill_step`` the first worker kills all spares."""
+    attached = attachment()
+    placement = attached.session.plan.placement
+    folder = Path(os.environ["ELAS_TEST_OUT"])
+    (folder / f"pid.{attached.worker}").write_text(str(os.getpid()))
+    if step == kill_step and attached.worker == placement.workers[0] and placement.spares:
+        print(f"spares killed before step {step}: {', '.join(map(str, placement.spares))}", file=sys.stderr, flush=True)
+        for spare in placement.spares:
+            os.kill(int((folder / f"pid.{spare}").read_text()), signal.SIGKILL)
 
 
 def attachment() -> Any:
