@@ -26,7 +26,7 @@ from megatron_elas.platform.detect import detect
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.session import Session
 from megatron_elas.runtime.transport.sockets import SocketTransport
-from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged, ExitCode, NotStarted
+from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged, ExitCode, NotStarted, comes_of
 from megatron_elas.spec.faults import Fault, FaultPhase, check_faults, parse_fault
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.testing.faults import FaultInjector
@@ -46,7 +46,7 @@ class Worker:
         Raises:
             BadUsage: A flag cannot work with --elastic, or this process was not started by elasrun.
         """
-        self.job, faults = check(args)
+        self.job, faults = settle_arguments(args)
         self._environment = environment = WorkerEnvironment.from_environ(os.environ)
         self._session: Session | None = None
         self._ready = threading.Event()
@@ -180,8 +180,12 @@ def _own_address(controller: str, first_node: str) -> str:
 _worker: list[Worker] = []
 
 
-def check(args: Any) -> tuple[JobSpec, list[Fault]]:
-    """The job and the faults to inject. Refuses what cannot work, before anything is joined; raises BadUsage."""
+def settle_arguments(args: Any) -> tuple[JobSpec, list[Fault]]:
+    """The job and the faults to inject; sets the checkpoint format in ``args``.
+
+    Raises:
+        BadUsage: Something cannot work with --elastic. Nothing was joined.
+    """
     check_elastic_arguments(args, detect())
     use_exchangeable_checkpoints(args)
     job = describe_job(args)
@@ -215,7 +219,7 @@ def fail(error: Exception) -> ElasticError | None:
         return error if isinstance(error, ElasticError) else None
     worker = _worker.pop()
     own = error if isinstance(error, ElasticError) and not isinstance(error, EpochChanged) else None
-    if own is None and not worker.started and _comes_of(error, EpochChanged):
+    if own is None and not worker.started and comes_of(error, EpochChanged):
         own = NotStarted(_too_early("a worker"))
     if own is not None:
         worker.fail(int(own.exit_code), str(own))
@@ -230,15 +234,6 @@ def stop(exit_code: int) -> None:
     """Leave the job because Megatron ended the run itself with this status, which becomes the job's."""
     if _worker:
         _worker.pop().fail(exit_code, f"Megatron ended the run with exit code {exit_code}")
-
-
-def _comes_of(error: BaseException | None, kind: type[BaseException]) -> bool:
-    """Whether an error of this kind is the error, or behind it."""
-    while error is not None:
-        if isinstance(error, kind):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _too_early(who: str) -> str:

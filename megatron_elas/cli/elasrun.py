@@ -32,10 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     if options.dry_run:
         return _run(lambda: show_dry_run(options, os.environ))
+    code_file = options.exit_code_file if options.node_rank == 0 else None
+    if code_file is not None:
+        code_file.unlink(missing_ok=True)  # so that nobody takes the code of an earlier job for this one's
     exit_code = _run(lambda: _train(options))
-    if options.exit_code_file is not None and options.node_rank == 0:
+    if code_file is not None:
         try:
-            options.exit_code_file.write_text(f"{exit_code}\n")
+            code_file.write_text(f"{exit_code}\n")
         except OSError as error:
             print(f"elasrun: --exit-code-file could not be written: {error}", file=sys.stderr)
     return exit_code

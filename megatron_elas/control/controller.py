@@ -24,10 +24,10 @@ from megatron_elas.control.messages import (
     FaultFired,
     Finished,
     Hello,
+    LeaveOut,
     PeerUnreachable,
     Recovered,
     Settled,
-    Unfinished,
     WorkerExited,
 )
 from megatron_elas.control.recovering import Training
@@ -89,7 +89,7 @@ def _worker_spoke(state: Gathering | Training, event: Event, now: float) -> Step
             return _lose(state, [event.worker], LossReason.SILENT, detail, now)
         case PeerUnreachable() if not isinstance(state, Gathering):
             return _peer_unreachable(state, event, now)
-        case Unfinished() if not isinstance(state, Gathering):
+        case LeaveOut() if not isinstance(state, Gathering):
             if event.worker in state.roster.survivors and event.epoch == state.epoch:
                 return recovering.leave_out(state, event, now)
         case Finished() if not isinstance(state, Gathering) and event.worker in state.roster.survivors:

@@ -23,6 +23,8 @@ SLOTS = 1024
 _SLOT_BYTES = 128
 _SEMAPHORE, _PID = 64, 112
 """Offsets in a slot, behind the mutex: posted when the mutex is held; who holds it."""
+_PATIENCE_S = 1.0
+"""For a thread to end; one whose worker the kernel cannot end stays behind, being a daemon."""
 _ROBUST, _SHARED = 1, 1
 """PTHREAD_MUTEX_ROBUST and PTHREAD_PROCESS_SHARED of <pthread.h>, in glibc and musl."""
 
@@ -59,7 +61,7 @@ class DeathWatch:
         self._closing = True
         for slot, thread in enumerate(self._threads):
             self._memory.post(slot)
-            thread.join()
+            thread.join(_PATIENCE_S)
         os.close(self.fd)
 
     def _wait(self, slot: int, on_death: OnDeath) -> None:
@@ -82,7 +84,7 @@ def hold(fd: int, slot: int) -> None:
 
 def release(slot: int) -> None:
     """Let go: the process ends by itself now, and has said what it had to say."""
-    while _held:
+    if _held:
         _held.pop().unlock(slot)
 
 

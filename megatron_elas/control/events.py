@@ -11,10 +11,10 @@ from megatron_elas.control.messages import (
     FaultFired,
     Finished,
     Hello,
+    LeaveOut,
     PeerUnreachable,
     Recovered,
     Settled,
-    Unfinished,
     WorkerExited,
 )
 from megatron_elas.spec.errors import ExitCode
@@ -78,7 +78,7 @@ Event = (
     | PlanRefused
     | Recovered
     | Settled
-    | Unfinished
+    | LeaveOut
     | Terminate
     | Tick
     | WorkerExited

@@ -57,12 +57,16 @@ class PeerUnreachable(Message, kw_only=True):
     detail: str
 
 
-class Unfinished(Message, kw_only=True):
-    """The worker could not do its part of a joint activity that can be left out: all are to go on without it."""
+class LeaveOut(Message, kw_only=True):
+    """Somebody could not do its part of a joint activity that can be left out: all are to go on without it."""
 
     worker: int
+    """Who says so."""
     epoch: int
+    culprit: int
+    """The worker that could not."""
     detail: str
+    """What it could not do, and why."""
 
 
 class Settled(Message, kw_only=True):
@@ -228,7 +232,7 @@ FromClient = (
     Hello
     | Heartbeat
     | PeerUnreachable
-    | Unfinished
+    | LeaveOut
     | Settled
     | Recovered
     | FaultFired

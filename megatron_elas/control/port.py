@@ -9,12 +9,12 @@ from megatron_elas.control.messages import (
     Crashed,
     Failed,
     Finished,
+    LeaveOut,
     PeerUnreachable,
     Quiesce,
     Recover,
     Recovered,
     Settled,
-    Unfinished,
 )
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 
@@ -40,9 +40,9 @@ class LinkPort:
         """A link broke while in use."""
         self._link.send(PeerUnreachable(worker=self._worker, epoch=epoch, peer=peer, detail=detail))
 
-    def activity_failed(self, epoch: int, detail: str) -> None:
-        """Ask for a new epoch in which the activity under way is left out, since it failed here."""
-        self._link.send(Unfinished(worker=self._worker, epoch=epoch, detail=detail))
+    def leave_out(self, epoch: int, culprit: int, detail: str) -> None:
+        """Ask for a new epoch without the activity under way, in which the worker ``culprit`` failed."""
+        self._link.send(LeaveOut(worker=self._worker, epoch=epoch, culprit=culprit, detail=detail))
 
     def wait_quiesce(self, newer_than: int, *, idle: bool = False) -> Quiesce:
         """The latest announcement newer than ``newer_than``; an idle worker waits for as long as it takes."""

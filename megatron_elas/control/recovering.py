@@ -13,13 +13,13 @@ from dataclasses import replace
 from megatron_elas.control.commands import Command, MakePlan, Note, ShowRecovery, Tell, TellAgent
 from megatron_elas.control.crashes import shorten
 from megatron_elas.control.ending import Step, dismiss, finish, stop
-from megatron_elas.control.messages import KillWorker, Quiesce, Recover, Unfinished
+from megatron_elas.control.messages import KillWorker, LeaveOut, Quiesce, Recover
 from megatron_elas.control.recovery_block import facts_of, find_slowest, format_block, phases_ms
 from megatron_elas.control.states import Outage, Resuming, Roster, Running, Settling
 from megatron_elas.planner.settle import settle
 from megatron_elas.spec.errors import ExitCode, StateInvalid
 from megatron_elas.spec.events import ActivityFailed, LossReason, WorkerLost
-from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 
 Training = Running | Settling | Resuming
@@ -50,10 +50,10 @@ def lose(state: Training, losses: Sequence[WorkerLost], now: float) -> Step:
     return settling, (quiesce, *fences, planning, *notes)
 
 
-def leave_out(state: Training, event: Unfinished, now: float) -> Step:
+def leave_out(state: Training, event: LeaveOut, now: float) -> Step:
     """Start a new epoch with the same workers, in which what failed on one of them is not run again."""
-    failure = ActivityFailed(worker=event.worker, detail=shorten(event.detail), at_s=now)
-    note = Note(text=f"worker {event.worker} {failure.detail}; training goes on without it", warning=True)
+    failure = ActivityFailed(worker=event.culprit, detail=shorten(event.detail), at_s=now)
+    note = Note(text=f"worker {failure.worker} {failure.detail}; training goes on without it", warning=True)
     settling, quiesce, planning = _begin_epoch(state, (), (failure,), now)
     return settling, (quiesce, planning, note)
 
@@ -167,7 +167,14 @@ def _resume_if_ready(state: Settling, now: float) -> Step:
         text=f"epoch {state.epoch}: {len(survivors)} survivors settled, step {settlement.resume_step} is next: "
         f"{plan.placement.describe()}"
     )
-    return resuming, (Tell(workers=survivors, message=recover), note)
+    return resuming, (Tell(workers=survivors, message=recover), note, *_note_waived(state.outage, settlement))
+
+
+def _note_waived(outage: Outage, settlement: Settlement) -> tuple[Note, ...]:
+    """For an activity that is left out though the worker that knew why was lost before it could say so."""
+    if outage.failures or settlement.waived_activity < settlement.lead_activity:
+        return ()
+    return (Note(text="a save failed on a worker that was lost before it said why; training goes on", warning=True),)
 
 
 def _keep_known_layouts(report: SettleReport, plans: Mapping[int, ElasticPlan]) -> SettleReport:

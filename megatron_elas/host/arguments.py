@@ -32,17 +32,24 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
 
 
 def add_entry_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """``add_elastic_arguments`` for our entry: a wrong flag raises BadUsage and does not print a page of usage."""
+    """``add_elastic_arguments`` for a training script: a wrong flag raises BadUsage and prints no page of usage."""
 
     def refuse(message: str) -> NoReturn:
         raise BadUsage(message + _suggest_flag(parser, message))
 
     parser.error = refuse  # type: ignore[method-assign]
     add_elastic_arguments(parser)
-    # For elasrun --dry-run: check everything, write spec.shape.RunFacts as JSON into the file, and end.
-    parser.add_argument("--elastic-dry-run", metavar="FILE", help=argparse.SUPPRESS)
     _mend_help(parser)
     return parser
+
+
+def add_dry_run_argument(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """``add_entry_arguments`` and what elasrun --dry-run gives our entry.
+
+    With it the entry checks everything, writes spec.shape.RunFacts as JSON into the file, and ends.
+    """
+    parser.add_argument("--elastic-dry-run", metavar="FILE", help=argparse.SUPPRESS)
+    return add_entry_arguments(parser)
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:

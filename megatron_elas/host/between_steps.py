@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_elas.host.attachment import attachment
-from megatron_elas.runtime.session import Dispensable, FailedElsewhere
+from megatron_elas.runtime.session import Dispensable, FailedElsewhere, ToldElsewhere
 from megatron_elas.spec.errors import EpochChanged
 
 
@@ -56,11 +56,10 @@ def wrap_evaluate(original: Any) -> Any:
 def _explain(error: CheckpointException, workers: Sequence[int]) -> Exception:
     """The same for people. torch tells the reasons to one worker only, by rank among ``workers``."""
     if not error.failures:
-        return FailedElsewhere("a checkpoint could not be saved by another worker")
-    reasons = [
-        f"worker {workers[rank]}: {type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items()
-    ]
-    return OSError("; ".join(reasons))
+        return ToldElsewhere("a checkpoint could not be saved by another worker")
+    rank, (reason, _) = min(error.failures.items())
+    more = f" (and {len(error.failures) - 1} more workers)" if len(error.failures) > 1 else ""
+    return FailedElsewhere(workers[rank], f"{type(reason).__name__}: {reason}{more}")
 
 
 def wrap_save_checkpoint(original: Any) -> Any:

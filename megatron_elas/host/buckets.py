@@ -33,6 +33,18 @@ def bucket_size(numel: int, replicas: int) -> int:
     return math.ceil(numel / quantum) * quantum
 
 
+def owned_range(index: int, replicas: int, numel: int) -> tuple[int, int]:
+    """Start and end, from the bucket's, of what replica ``index`` of ``replicas`` owns of a bucket, padding included.
+
+    Args:
+        index: From 0.
+        replicas: Who share the bucket.
+        numel: What its parameters take.
+    """
+    size = bucket_size(numel, replicas) // replicas
+    return index * size, (index + 1) * size
+
+
 class BucketLayout(NamedTuple):
     """Where everything lies in the flat buffer, in elements."""
 

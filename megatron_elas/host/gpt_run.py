@@ -19,7 +19,7 @@ from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron_elas.host import cpu_fixes, dry_run, gpt_seams, patching, upstream_fixes
 from megatron_elas.host.argument_checks import check_arguments
 from megatron_elas.host.argument_files import expand_files
-from megatron_elas.host.arguments import add_entry_arguments
+from megatron_elas.host.arguments import add_dry_run_argument
 from megatron_elas.host.cpu_defaults import missing_defaults
 from megatron_elas.host.gpt_data import provide_datasets
 from megatron_elas.host.gpt_step import forward_step, get_embedding_ranks
@@ -49,7 +49,7 @@ def attach(platform: PlatformName, *, elastic: bool = False) -> None:
 class ElasticWorker(Protocol):
     """What this module needs of ``megatron_elas.worker``, which lies above it."""
 
-    def check(self, args: argparse.Namespace) -> object:
+    def settle_arguments(self, args: argparse.Namespace) -> object:
         """Refuse what cannot work, without joining the job."""
 
     def prepare(self, args: argparse.Namespace) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def run(
     added = missing_defaults(words) if platform == "cpu" else []
     # Megatron reads sys.argv, also later; our words come first so that the user's win.
     with _command_line([*added, *words]):
-        args = read_arguments(add_entry_arguments)
+        args = read_arguments(add_dry_run_argument)
         attach(platform, elastic=args.elastic)
         patching.require(gpt_seams.ROWS)
         if args.elastic_dry_run is not None:
@@ -133,7 +133,7 @@ def read_arguments(provider: Callable[[argparse.ArgumentParser], argparse.Argume
 def _complete_arguments() -> tuple[argparse.Namespace, Any]:
     """Let Megatron validate the arguments and describe the run."""
     with refusals_told():
-        args = parse_and_validate_args(extra_args_provider=add_entry_arguments, args_defaults=TOKENIZER_DEFAULT)
+        args = parse_and_validate_args(extra_args_provider=add_dry_run_argument, args_defaults=TOKENIZER_DEFAULT)
         return args, pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
 
 
@@ -158,7 +158,7 @@ def _describe(
     args, container = _complete_arguments()
     refusal = dry_run.find_elastic_refusal(args, platform)
     if args.elastic and platform == "cpu":
-        load_worker().check(args)
+        load_worker().settle_arguments(args)
     dry_run.write_facts(path, args, container.model.transformer, platform, added, refusal)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_elas.host.attachment import attachment
-from megatron_elas.host.buckets import bucket_size
+from megatron_elas.host.buckets import owned_range
 from megatron_elas.host.model import buffers_of
 from megatron_elas.runtime.channels import TIED_GRADIENTS
 from megatron_elas.runtime.communicator.buffers import as_bytes
@@ -54,8 +54,8 @@ def find_overlaps(placement: Placement, worker: int, numel: int) -> list[Overlap
 
 
 def _cut(index: int, replicas: int, numel: int) -> tuple[int, int]:
-    size = bucket_size(numel, replicas) // replicas
-    return min(numel, index * size), min(numel, (index + 1) * size)
+    start, end = owned_range(index, replicas, numel)
+    return min(numel, start), min(numel, end)
 
 
 def sum_tied_gradients(model: Sequence[Any], placement: Placement, worker: int, transport: Transport) -> None:
@@ -85,7 +85,8 @@ def _add_theirs(mine: Sequence[torch.Tensor], peers: Sequence[int], transport: T
         [Part(peer, as_bytes(part)) for peer, part in zip(peers, mine, strict=True)],
         [Part(peer, as_bytes(part)) for peer, part in zip(peers, theirs, strict=True)],
     )
-    torch._foreach_add_(list(mine), theirs)
+    if theirs:  # none where this worker owns nothing but padding
+        torch._foreach_add_(list(mine), theirs)
 
 
 def wrap_tied_embedding_reduce(original: Any) -> Any:

@@ -94,6 +94,8 @@ class Log:
         self._board = LogBoard(self._path(worker))
         self._told = Told(0, 0)
         self._region, self._count = 0, 0
+        self._regions = 0
+        """Regions that this worker has left behind."""
         self._lines: list[tuple[int, str]] = []
         self._scalars: list[tuple[int, Callable[[Any], None]]] = []
         self._writer: Any = None
@@ -139,29 +141,35 @@ class Log:
         return LogWriter(self)
 
     def write(self, action: Callable[[Any], None]) -> None:
-        """Do something with the writer now, or keep it, as with ``tell``."""
-        region = self._find_region()
-        if region is None:
-            region = self._region
-        if not self._is_last():
-            self._scalars.append((region, action))
-        elif region >= self._told.regions:
-            action(self._use_writer())
+        """Do something with the writer when the region ends.
 
-    def _use_writer(self) -> Any:
-        if self._writer is None:
+        Not now: TensorBoard's writer puts each scalar into its file by itself, and a worker lost in the middle of its
+        log would leave some of them there, to be written again by the next one.
+        """
+        region = self._find_region()
+        self._scalars.append((self._region if region is None else region, action))
+
+    def _write_scalars(self, regions: int) -> None:
+        """Bring what is kept to the file, up to this number of regions, and say so."""
+        pending = [action for region, action in self._scalars if region >= self._told.regions]
+        self._scalars.clear()
+        if pending and self._writer is None:
             assert self._open_writer is not None
             self._writer = self._open_writer()
-        return self._writer
+        for action in pending:
+            action(self._writer)
+        if self._writer is not None:
+            self._writer.flush()
+        self._told = self._told._replace(regions=max(regions, self._told.regions))
+        self._board.set_regions(self._told.regions)
 
     # ------------------------------------------------------------ the training loop and recoveries
 
     def seal(self, region: int) -> None:
         """A joint activity begins: the region before it is told, and all of the ones before are known to be."""
+        self._regions = region + 1
         if self._is_last():
-            self.flush()
-            self._board.set_regions(region + 1)
-            self._told = self._told._replace(regions=region + 1)
+            self._write_scalars(self._regions)
         self._lines = [(mark, line) for mark, line in self._lines if mark // PLACES >= region]
         self._scalars = [(number, action) for number, action in self._scalars if number >= region]
 
@@ -182,20 +190,14 @@ class Log:
         if not self._is_last():
             return
         lines, self._lines = self._lines, []
-        scalars, self._scalars = self._scalars, []
         for mark, line in lines:
             self._print(mark, line)
-        for region, action in scalars:
-            if region >= self._told.regions:
-                action(self._use_writer())
-
-    def flush(self) -> None:
-        """Bring the scalars to the file."""
-        if self._writer is not None:
-            self._writer.flush()
+        self._write_scalars(self._regions)
 
     def close(self) -> None:
         """End."""
+        if self._is_last():
+            self._write_scalars(self._regions + 1)
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -221,9 +223,7 @@ class LogWriter:
         self._log.write(lambda writer: writer.add_histogram(*args, **kwargs))
 
     def flush(self) -> None:
-        """As SummaryWriter's."""
-        self._log.flush()
+        """Does nothing: the log does it when a region ends."""
 
     def close(self) -> None:
-        """Leaves the writer open: the log closes it when the worker leaves the job."""
-        self._log.flush()
+        """Does nothing: the log closes the writer when the worker leaves the job."""

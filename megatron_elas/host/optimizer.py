@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_elas.host.buckets import bucket_size
+from megatron_elas.host.buckets import owned_range
 from megatron_elas.host.model import buffers_of, named_parameters
 from megatron_elas.spec.shards import SLOTS, Piece, ShardLayout
 
@@ -31,12 +31,11 @@ def shard_layouts(model: Sequence[Any], members: Sequence[int]) -> dict[int, Sha
         for param, (start, end, bucket_id) in buffer.param_index_map.items():
             by_bucket.setdefault(bucket_id, []).append((start, end, name_of[param]))
         for bucket in buffer.buckets:
-            size = bucket_size(bucket.numel_unpadded, len(members)) // len(members)
             ranges = sorted(by_bucket[bucket.bucket_id])
             for index, worker in enumerate(members):
-                low = bucket.offset + index * size
+                low, high = (bucket.offset + edge for edge in owned_range(index, len(members), bucket.numel_unpadded))
                 for start, end, name in ranges:
-                    first, last = max(start, low), min(end, low + size)
+                    first, last = max(start, low), min(end, high)
                     if first < last:
                         pieces[worker].append(Piece(name=name, start=first - start, stop=last - start))
     return {worker: ShardLayout(pieces=tuple(owned)) for worker, owned in pieces.items()}
@@ -76,7 +75,8 @@ class ShardAccess:
             if "step" in state:
                 step = float(state["step"])
             position += piece.numel
-        torch._foreach_copy_(targets, sources)
+        if targets:  # none where this worker owns nothing but padding
+            torch._foreach_copy_(targets, sources)
         flat[-1] = step or self._group_step()
 
     @torch.no_grad()
@@ -97,7 +97,8 @@ class ShardAccess:
                 targets.extend(moment.view(-1) for moment in _make_state(inner, main, step))
                 sources.extend(slots[1:, span])
             position += piece.numel
-        torch._foreach_copy_(targets, sources)
+        if targets:  # none where this worker owns nothing but padding
+            torch._foreach_copy_(targets, sources)
         for optimizer in self._chained.chained_optimizers:
             optimizer._copy_main_params_to_model_params()
             for group in optimizer.optimizer.param_groups:

@@ -87,7 +87,6 @@ def _wrap_describing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_pretrain(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def pretrain(*args: Any, **kwargs: Any) -> None:
-
         script, options = _current[0], get_args()
         with script.errors_told():
             if not options.elastic:

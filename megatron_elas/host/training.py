@@ -77,7 +77,7 @@ class MegatronHost:
         self._outer_timers: set[str] = set()
         self._access = ShardAccess(model, optimizer)
         self._layouts: dict[tuple[int, ...], dict[int, ShardLayout]] = {}
-        """By members: parameters stay where they are in the buffers."""
+        """By members, for the recovery under way: it asks several times."""
         sum_gradients(model)
 
     def consumed_samples(self, step: int) -> int:
@@ -150,6 +150,7 @@ class MegatronHost:
     def begin_activity(self, activity: int) -> None:
         """See Host."""
         self._log.seal(activity)
+        self._layouts.clear()
         self._outer_timers = _running_timers()
 
     def clear_step(self) -> None:

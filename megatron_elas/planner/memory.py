@@ -26,11 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_elas.spec.shape import ModelShape, TrainingShape
-
-SHARD_SLOTS = 3
-"""fp32 values that are copied per parameter: master and two moments (spec.shards.SLOTS)."""
-VERSIONS = 2
-"""Of every copy (runtime.store.Versions)."""
+from megatron_elas.spec.shards import SLOTS, VERSIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +115,7 @@ def estimate_memory(
     """
     parameters = count_parameters(shape, stage, tensor_parallel)
     shard = -(-parameters // cells) if training.sharded_optimizer else parameters
-    copies = 0 if wards is None else VERSIONS * SHARD_SLOTS * 4 * shard
+    copies = 0 if wards is None else VERSIONS * len(SLOTS) * 4 * shard
     return WorkerMemory(
         parameters=parameters,
         weights=training.weight_bytes * parameters,

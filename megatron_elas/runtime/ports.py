@@ -105,8 +105,8 @@ class Control(Protocol):
     def peer_unreachable(self, epoch: int, peer: int, detail: str) -> None:
         """A link broke while in use."""
 
-    def activity_failed(self, epoch: int, detail: str) -> None:
-        """Ask for a new epoch in which the activity under way is left out, since it failed here."""
+    def leave_out(self, epoch: int, culprit: int, detail: str) -> None:
+        """Ask for a new epoch without the activity under way, in which the worker ``culprit`` failed."""
 
     @property
     def latest_epoch(self) -> int:

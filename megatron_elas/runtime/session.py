@@ -34,7 +34,7 @@ from megatron_elas.runtime.ports import Control, FaultPoint, Groups, Host
 from megatron_elas.runtime.replicator import Replicator
 from megatron_elas.runtime.state import WorkerState
 from megatron_elas.runtime.transport.base import Transport
-from megatron_elas.spec.errors import EpochChanged, PeerLost
+from megatron_elas.spec.errors import ElasticError, EpochChanged, PeerLost, comes_of
 from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 
@@ -55,7 +55,15 @@ class Dispensable[R]:
 
 
 class FailedElsewhere(Exception):
-    """What a body raises when it failed on another worker, which says so itself."""
+    """What a body raises when it failed on the worker ``culprit``; the text is the reason."""
+
+    def __init__(self, culprit: int, reason: str) -> None:
+        super().__init__(reason)
+        self.culprit = culprit
+
+
+class ToldElsewhere(Exception):
+    """What a body raises when it failed on some worker, and another one is told which and why, and passes it on."""
 
 
 class Session:
@@ -188,6 +196,7 @@ class Session:
                     break
                 if optional is not None and self._executor_in_use.waived_activity >= self._activity:
                     done[:] = [optional.instead()]
+                    self._groups.barrier()
                     break
                 # On every worker, or the replicas would not meet: one may just have run a step again, after which
                 # overlapped gathers would only come with the next training step; a muted one may have missed a gather.
@@ -209,18 +218,21 @@ class Session:
         assert self._state is not None
         try:
             return body()
-        except EpochChanged:
+        except ElasticError:
             raise
-        except FailedElsewhere as error:
+        except ToldElsewhere as error:
             self._executor_in_use.waived_activity = self._activity
             raise EpochChanged(str(error)) from error
         except Exception as error:  # told to everybody by the controller; training does not need what failed
-            if self._transport.cancelled:
+            if self._transport.cancelled or comes_of(error, EpochChanged):
                 raise EpochChanged(f"the membership ended, so this worker could not {purpose}: {error}") from error
             self._executor_in_use.waived_activity = self._activity
-            detail = f"could not {purpose}: {type(error).__name__}: {error}"
-            logger.warning("worker %d %s", self.worker, detail)
-            self._control.activity_failed(self._state.plan.epoch, detail)
+            culprit, reason = self.worker, f"{type(error).__name__}: {error}"
+            if isinstance(error, FailedElsewhere):
+                culprit, reason = error.culprit, str(error)
+            detail = f"could not {purpose}: {reason}"
+            logger.warning("worker %d %s", culprit, detail)
+            self._control.leave_out(self._state.plan.epoch, culprit, detail)
             raise EpochChanged(detail) from error
 
     def finish(self, tell: Callable[[], None] | None = None) -> None:

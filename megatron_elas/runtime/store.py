@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from megatron_elas.spec.report import Holding
-from megatron_elas.spec.shards import ShardLayout
+from megatron_elas.spec.shards import VERSIONS, ShardLayout
 
 
 class Versions:
@@ -21,23 +21,23 @@ class Versions:
 
     def __init__(self, numel: int) -> None:
         # Not zeroed: a recovery makes these, and memory that is never filled is then never touched.
-        self._buffers = [torch.empty(numel, dtype=torch.float32) for _ in range(2)]
-        self._complete: list[int | None] = [None, None]
+        self._buffers = [torch.empty(numel, dtype=torch.float32) for _ in range(VERSIONS)]
+        self._complete: list[int | None] = [None] * VERSIONS
 
     def begin(self, version: int) -> torch.Tensor:
         """The buffer to fill with ``version``; what it held is no longer complete."""
-        self._complete[version % 2] = None
-        return self._buffers[version % 2]
+        self._complete[version % VERSIONS] = None
+        return self._buffers[version % VERSIONS]
 
     def complete(self, version: int) -> None:
         """The buffer given by ``begin`` now holds all of ``version``."""
-        self._complete[version % 2] = version
+        self._complete[version % VERSIONS] = version
 
     def get(self, version: int) -> torch.Tensor:
         """The complete copy (no copy is made). Raises KeyError."""
-        if self._complete[version % 2] != version:
+        if self._complete[version % VERSIONS] != version:
             raise KeyError(f"version {version} is not held, only {self.held}")
-        return self._buffers[version % 2]
+        return self._buffers[version % VERSIONS]
 
     @property
     def num_bytes(self) -> int:

@@ -77,3 +77,12 @@ class PeerLost(EpochChanged):
         super().__init__(f"link to worker {peer} broke: {detail}")
         self.peer = peer
         self.detail = detail
+
+
+def comes_of(error: BaseException | None, kind: type[BaseException]) -> bool:
+    """Whether an error of this kind is the error, or behind it."""
+    while error is not None:
+        if isinstance(error, kind):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SLOTS = ("master", "exp_avg", "exp_avg_sq")
+VERSIONS = 2
+"""Of each copy that are kept: the newest, and the one before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

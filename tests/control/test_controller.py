@@ -15,6 +15,7 @@ from megatron_elas.control.messages import (
     FaultFired,
     Finished,
     KillWorker,
+    LeaveOut,
     PeerUnreachable,
     Quiesce,
     Recover,
@@ -22,7 +23,6 @@ from megatron_elas.control.messages import (
     Start,
     Stop,
     StopAll,
-    Unfinished,
     WorkerExited,
 )
 from megatron_elas.control.states import Ended, Gathering, Resuming, Running, Settling, Stopping
@@ -219,13 +219,13 @@ def test_a_lost_worker_makes_survivors_quiesce_settle_and_recover(running: Direc
     assert isinstance(running.state, Running) and running.state.epoch == 1
 
 
-def unfinished(worker: int, epoch: int = 0) -> Unfinished:
-    return Unfinished(worker=worker, epoch=epoch, detail="could not save: OSError: full\nand more lines")
+def leave_out(worker: int, epoch: int = 0) -> LeaveOut:
+    return LeaveOut(worker=worker, epoch=epoch, culprit=worker, detail="could not save: OSError: full\nand more lines")
 
 
 def test_what_one_worker_could_not_do_is_left_out_by_the_same_workers(running: Director) -> None:
     old = plan_of(running)
-    commands = running.send(unfinished(2))
+    commands = running.send(leave_out(2))
     [(workers, quiesce)] = told(commands, Quiesce)
     assert workers == (0, 1, 2, 3) and (quiesce.epoch, quiesce.lost) == (1, ())
     assert [c.text for c in commands if isinstance(c, Note) and c.warning] == [
@@ -238,15 +238,15 @@ def test_what_one_worker_could_not_do_is_left_out_by_the_same_workers(running: D
     assert isinstance(running.state, Running) and running.state.epoch == 1
 
 
-@pytest.mark.parametrize("event", [unfinished(1, epoch=0), unfinished(3, epoch=1)], ids=["older-epoch", "lost-worker"])
-def test_a_failure_of_an_older_epoch_or_of_a_lost_worker_is_ignored(running: Director, event: Unfinished) -> None:
+@pytest.mark.parametrize("event", [leave_out(1, epoch=0), leave_out(3, epoch=1)], ids=["older-epoch", "lost-worker"])
+def test_a_failure_of_an_older_epoch_or_of_a_lost_worker_is_ignored(running: Director, event: LeaveOut) -> None:
     running.send(exited(3, -signal.SIGKILL))
     running.send(event)
     assert isinstance(running.state, Settling) and running.state.epoch == 1
 
 
 def test_a_loss_beside_a_failure_is_recovered_from_with_it(running: Director) -> None:
-    running.send(unfinished(2), exited(3, -signal.SIGKILL))
+    running.send(leave_out(2), exited(3, -signal.SIGKILL))
     assert isinstance(running.state, Settling) and running.state.epoch == 2
     assert running.state.outage.lost == (3,) and len(running.state.outage.failures) == 1
 

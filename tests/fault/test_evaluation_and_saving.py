@@ -85,14 +85,12 @@ def test_a_save_that_fails_on_one_worker_warns_and_training_goes_on(calm: Run, t
     checkpoints = tmp_path / "checkpoints"
     # Where worker 2 writes its part of the second checkpoint there is a folder.
     (checkpoints / "iter_0000008" / "__2_0.distcp").mkdir(parents=True)
-    run = run_job(
-        tmp_path / "run", (*GRID, *EVALUATION, *CHECKPOINTS, f"--save={checkpoints}"), workers=4
-    )  # fmt: skip
+    run = run_job(tmp_path / "run", (*GRID, *EVALUATION, *CHECKPOINTS, f"--save={checkpoints}"), workers=4)
     assert_same_training(run, calm)
     assert re.search(
-        r"elasrun: worker 0 could not save the checkpoint of iteration 8: .*worker 2: .*; training goes on", run.output
+        r"elasrun: worker 2 could not save the checkpoint of iteration 8: \w+Error: .*; training goes on", run.output
     )
-    assert "left out worker 0 could not save" in run.output
+    assert "left out worker 2 could not save" in run.output
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "16"
     assert evaluations(run).keys() == evaluations(calm).keys()
 
@@ -101,9 +99,7 @@ def test_a_job_whose_last_checkpoint_could_not_be_saved_says_so_at_its_end(tmp_p
     checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()
     (checkpoints / "iter_0000004").write_text("a file where the folder belongs")
-    run = run_job(
-        tmp_path / "run", (*GRID, *CHECKPOINTS, f"--save={checkpoints}"), workers=4, steps=4
-    )  # fmt: skip
+    run = run_job(tmp_path / "run", (*GRID, *CHECKPOINTS, f"--save={checkpoints}"), workers=4, steps=4)
     assert run.code == 7, run.output[-6000:]
     assert run.iterations == [1, 2, 3, 4]
     assert "training is done, but its last checkpoint, of iteration 4, could not be saved" in run.output

@@ -346,7 +346,7 @@ class ToyWorker:
         if self.id not in self.job.lost:
             self.job.lose(peer)
 
-    def activity_failed(self, epoch: int, detail: str) -> None:
+    def leave_out(self, epoch: int, culprit: int, detail: str) -> None:
         self.job.leave_out(epoch)
 
     def wait_quiesce(self, newer_than: int, *, idle: bool = False) -> Announced:

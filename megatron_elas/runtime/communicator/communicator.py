@@ -165,7 +165,7 @@ class Communicator:
             torch._C._distributed_c10d._set_global_rank(dense[self._transport.worker])
 
     def close_unused_links(self, carriers: Collection[ElasticProcessGroup]) -> None:
-        """Close the links of groups that no operation will use after an edit. All workers call it after the same edit.
+        """Close the links of groups that no operation will use after an edit. All seated workers call it after an edit.
 
         Channels that are no group's are left alone.
 
