@@ -30,7 +30,9 @@ def wrap_evaluate(original: Any) -> Any:
         loader = getattr(data_iterator, "iterable", None)
 
         def body() -> Any:
-            attached.strike(attached.session.next_step - 1, "evaluate", None)
+            step = attached.session.next_step - 1
+            attached.strike(step, "evaluate", None)
+            attached.counter.begin_evaluation(step)
             margs.consumed_valid_samples = consumed
             if loader is not None:
                 loader.seek(loader.mark)

@@ -19,7 +19,7 @@ LossFunction = Callable[..., tuple[Any, ...]]
 
 
 class PassCounter:
-    """Numbers the forward and backward passes of a training step, for fault scripts."""
+    """Numbers the forward and backward passes of a training step or an evaluation, for fault scripts."""
 
     def __init__(self, strike: FaultPoint) -> None:
         self._strike = strike
@@ -28,10 +28,22 @@ class PassCounter:
     def begin(self, step: int) -> None:
         """A training step starts; -1: what follows is not training and is not counted."""
         self.step = step
+        self._evaluated = -1
         self._forward = self._backward = 0
 
+    def begin_evaluation(self, step: int) -> None:
+        """An evaluation after this step starts."""
+        self.begin(-1)
+        self._evaluated = step
+
+    def forward_only(self) -> None:
+        """A forward pass is about to run that no backward pass follows."""
+        if self._evaluated >= 0:
+            self._strike(self._evaluated, "evaluate", self._forward)
+            self._forward += 1
+
     def forward(self) -> None:
-        """A forward pass is about to run."""
+        """A forward pass of training is about to run."""
         if self.step >= 0:
             self._strike(self.step, "forward", self._forward)
             self._forward += 1
@@ -78,7 +90,9 @@ def route_schedule(
         weight = len(items) / route.num_items
 
         def forward_step(*args: Any, **more: Any) -> tuple[Any, Any]:
-            if not forward_only:
+            if forward_only:
+                counter.forward_only()
+            else:
                 counter.forward()
             output, loss_function = forward_step_func(*args, **more)
             if forward_only or per_token_loss:

@@ -45,18 +45,18 @@ class FaultPhase(enum.StrEnum):
     BETWEEN = "between"
     """After the commit, before the next step."""
     EVALUATE = "evaluate"
-    """At the start of an evaluation after that step."""
+    """At the start of an evaluation after that step, or before the forward pass of a micro-batch of it."""
     SAVE = "save"
     """At the start of a save after that step."""
     RECOVERY = "recovery"
     """While recovering from another fault in that step."""
 
 
-PHASES_WITH_MICROBATCH = frozenset({FaultPhase.FORWARD, FaultPhase.BACKWARD})
+PHASES_WITH_MICROBATCH = frozenset({FaultPhase.FORWARD, FaultPhase.BACKWARD, FaultPhase.EVALUATE})
 
 GRAMMAR = (
     f"write KIND:worker=W@step=S,phase=P[,microbatch=M] with KIND {'|'.join(FaultKind)}, "
-    f"P {'|'.join(FaultPhase)}; microbatch goes with forward and backward only"
+    f"P {'|'.join(FaultPhase)}; microbatch goes with forward, backward and evaluate only"
 )
 
 
@@ -69,7 +69,7 @@ class Fault:
     step: int
     phase: FaultPhase
     microbatch: int | None = None
-    """Counted over what the worker runs in one step, from 0; None means its first."""
+    """Counted over what the worker runs in one step or evaluation, from 0; None means its first."""
 
     def __post_init__(self) -> None:
         if self.microbatch is not None and self.phase not in PHASES_WITH_MICROBATCH:

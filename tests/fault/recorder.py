@@ -41,7 +41,7 @@ def main() -> int:
         if step in wanted:
             attached = attachment()
             epoch = attached.session.plan.epoch
-            save(f"version.{step}.epoch.{epoch}", attached.worker, shard(attached))
+            save(f"version.{step}.epoch.{epoch}", attached.worker, shard(attached) | {"trains": is_training(host)})
         begin_step(host, step, data_iterator)
 
     def record_walk(session: Any, step: int, body: Any) -> Any:
@@ -89,6 +89,15 @@ def attachment() -> Any:
     from megatron_elas.host.attachment import attachment
 
     return attachment()
+
+
+def is_training(host: Any) -> bool:
+    """Whether model, timers and rerun machine are as training needs them, and not as an evaluation does."""
+    from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+    from megatron.core.utils import get_model_config
+
+    enabled = get_rerun_state_machine().get_mode() is not RerunMode.DISABLED
+    return enabled and all(chunk.training and get_model_config(chunk).timers is not None for chunk in host._model)
 
 
 def parameters(attached: Any) -> Any:

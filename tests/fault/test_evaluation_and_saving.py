@@ -31,16 +31,18 @@ def evaluations(run: Run) -> dict[str, float]:
     return {what: float(loss) for what, loss in found}
 
 
-@pytest.mark.parametrize("phase", ["evaluate", "save"])
+@pytest.mark.parametrize("phase", ["evaluate,microbatch=5", "save"], ids=["evaluate", "save"])
 @pytest.mark.parametrize("worker", [0, 3], ids=["first-worker", "logging-worker"])
 def test_an_evaluation_or_save_cut_short_is_done_again(worker: int, phase: str, calm: Run, tmp_path: Path) -> None:
     fault = f"kill:worker={worker}@step=7,phase={phase}"
     checkpoints = tmp_path / "checkpoints"
     flags = (*GRID, *EVALUATION, *CHECKPOINTS, f"--save={checkpoints}")
-    run = run_job(tmp_path / "run", flags, workers=4, faults=[fault])
+    run = run_job(tmp_path / "run", flags, workers=4, faults=[fault], versions=[7])
     assert run.fired == [fault]
     assert_same_training(run, calm)
     assert_nothing_stale(run)
+    again = run.records("version.7.epoch.1")
+    assert len(again) == 3 and all(record["trains"] for record in again.values()), "run again as if to evaluate"
     ours, theirs = evaluations(run), evaluations(calm)
     assert ours.keys() == theirs.keys() and len(theirs) >= 4
     for what, loss in theirs.items():

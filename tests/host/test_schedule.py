@@ -46,7 +46,7 @@ def test_an_evaluation_is_not_weighed() -> None:
     assert run(make_plan((3,), 12), 0, forward_only=True) == 1
 
 
-def test_passes_of_a_training_step_are_counted_for_fault_scripts_and_others_are_not() -> None:
+def test_passes_of_steps_and_evaluations_are_counted_for_fault_scripts_and_others_are_not() -> None:
     places: list[tuple[int, str, int | None]] = []
     counter = PassCounter(lambda *place: places.append(place))
     counter.forward()
@@ -54,6 +54,12 @@ def test_passes_of_a_training_step_are_counted_for_fault_scripts_and_others_are_
     counter.forward()
     counter.backward()
     counter.forward()
+    counter.begin_evaluation(4)
+    counter.forward_only()
+    counter.forward_only()
     counter.begin(-1)
     counter.backward()
-    assert places == [(4, "forward", 0), (4, "backward", 0), (4, "forward", 1)]
+    counter.forward_only()
+    assert places == [
+        (4, "forward", 0), (4, "backward", 0), (4, "forward", 1), (4, "evaluate", 0), (4, "evaluate", 1),
+    ]  # fmt: skip
