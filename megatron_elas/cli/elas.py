@@ -108,7 +108,9 @@ def _choose_job(jobs: Sequence[JobFile], run_id: str | None) -> JobFile:
     # Two nodes of one job may run on one machine: same name, secret and port.
     distinct = list({(job.run_id, job.token, job.address.rpartition(":")[2]): job for job in jobs}.values())
     if not distinct:
-        raise BadUsage("no job of yours runs on this node: name one with --controller ws://HOST:PORT")
+        raise BadUsage(
+            "no job of yours runs on this node: wait until it has started, or name one with --controller ws://HOST:PORT"
+        )
     meant = [job for job in distinct if job.run_id.startswith(run_id or "")]
     exact = [job for job in meant if job.run_id == run_id]
     match exact or meant:

@@ -130,6 +130,23 @@ def check_tokenizer(args: argparse.Namespace) -> None:
             raise BadUsage(f"tokenizer file {path} does not exist: check {flag}")
 
 
+def check_save(args: argparse.Namespace) -> None:
+    """Checkpoints must be asked for at an interval, and go where they can be written; the folder is made."""
+    if args.save is None:
+        return
+    if args.save_interval is None:
+        raise BadUsage("--save needs --save-interval with the number of steps from one checkpoint to the next")
+    if args.save.startswith(_REMOTE_PREFIXES):
+        return
+    try:
+        os.makedirs(args.save, exist_ok=True)
+        reason = None if os.access(args.save, os.W_OK | os.X_OK) else "no permission"
+    except OSError as error:
+        reason = error.strerror
+    if reason is not None:
+        raise BadUsage(f"--save {args.save} cannot be written ({reason}): give a folder that can be made and written")
+
+
 def _model_size(args: argparse.Namespace) -> int:
     """Workers that hold one copy of the model."""
     return int(args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size)

@@ -69,6 +69,7 @@ def wrap_save_checkpoint(original: Any) -> Any:
 
     When it fails on one of them, training goes on without that checkpoint.
     """
+    from megatron.training import get_args
 
     @functools.wraps(original)
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +87,7 @@ def wrap_save_checkpoint(original: Any) -> Any:
         def go_without() -> None:
             attached.unsaved = iteration
 
-        purpose = f"save the checkpoint of iteration {iteration}"
+        purpose = f"save the checkpoint of iteration {iteration} in --save {get_args().save}"
         return attached.session.run_between(body, Dispensable(purpose=purpose, instead=go_without))
 
     return save_checkpoint

@@ -17,7 +17,7 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args, parse_args
 
 from megatron_elas.host import cpu_fixes, dry_run, gpt_seams, patching, upstream_fixes
-from megatron_elas.host.argument_checks import check_arguments
+from megatron_elas.host.argument_checks import check_arguments, check_save
 from megatron_elas.host.argument_files import expand_files
 from megatron_elas.host.arguments import add_dry_run_argument
 from megatron_elas.host.cpu_defaults import missing_defaults
@@ -125,6 +125,8 @@ def read_arguments(provider: Callable[[argparse.ArgumentParser], argparse.Argume
     if args.elastic_inject and not args.elastic:
         raise BadUsage("--elastic-inject needs --elastic: without it nobody strikes faults, and nobody recovers")
     check_arguments(args)
+    if getattr(args, "elastic_dry_run", None) is None:  # it may be meant for another machine
+        check_save(args)
     if args.elastic and args.inprocess_restart:
         raise BadUsage(TWO_HANDLERS)
     return args

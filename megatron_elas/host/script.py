@@ -18,6 +18,7 @@ from typing import Any
 from megatron.training import get_args
 
 from megatron_elas.host import gpt_run, gpt_seams, patching
+from megatron_elas.host.argument_files import expand_files
 from megatron_elas.host.arguments import add_entry_arguments
 from megatron_elas.host.cpu_defaults import missing_defaults
 from megatron_elas.host.patching import Seam, wrap
@@ -44,11 +45,13 @@ def attach(script: Script, platform: PlatformName) -> None:
     """Put the wrappers in place, and add what the platform needs to the command line.
 
     Raises:
-        BadUsage: A flag stands against it that Megatron would act on before it validates its arguments.
+        BadUsage: An ``@file`` cannot be read, or a flag stands against it that Megatron would act on before it
+            validates its arguments.
         WrongVersion: This Megatron is not the expected one; nothing was attached.
     """
     if "--inprocess-restart" in sys.argv:
         raise BadUsage(gpt_run.TWO_HANDLERS)
+    sys.argv[1:] = expand_files(sys.argv[1:])
     added = missing_defaults(sys.argv[1:]) if platform == "cpu" else []
     patching.require(gpt_seams.ROWS)
     gpt_run.attach(platform, elastic=True)

@@ -50,7 +50,7 @@ def status_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_without_a_job_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert elas.main(["status"]) == 2
     assert capsys.readouterr().err == (
-        "elas: no job of yours runs on this node: name one with --controller ws://HOST:PORT\n"
+        "elas: no job of yours runs on this node: wait until it has started, or name one with --controller ws://HOST:PORT\n"
     )
 
 

@@ -90,7 +90,8 @@ def test_a_save_that_fails_on_one_worker_warns_and_training_goes_on(calm: Run, t
     run = run_job(tmp_path / "run", (*GRID, *EVALUATION, *CHECKPOINTS, f"--save={checkpoints}"), workers=4)
     assert_same_training(run, calm)
     assert re.search(
-        r"elasrun: worker 2 could not save the checkpoint of iteration 8: \w+Error: .*; training goes on", run.output
+        r"elasrun: worker 2 could not save the checkpoint of iteration 8 in --save .*: \w+Error: .*; training goes on",
+        run.output,
     )
     assert "left out worker 2 could not save" in run.output
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "16"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_elas.host.argument_checks import check_arguments
+from megatron_elas.host.argument_checks import check_arguments, check_save
 from megatron_elas.host.arguments import add_elastic_arguments, add_entry_arguments
 from megatron_elas.spec.errors import BadUsage
 
@@ -115,3 +115,27 @@ def test_a_misspelt_flag_gets_a_proposal() -> None:
     parser = add_entry_arguments(argparse.ArgumentParser())
     with pytest.raises(BadUsage, match=r"unrecognized arguments: --elastc; did you mean --elastic\?"):
         parser.parse_args(["--elastc"])
+
+
+def saving(**changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"save": None, "save_interval": 5, **changes})
+
+
+def test_a_folder_for_checkpoints_is_made(tmp_path: Path) -> None:
+    check_save(saving())
+    check_save(saving(save=str(tmp_path / "new" / "checkpoints")))
+    check_save(saving(save="s3://bucket/elsewhere"))
+    assert (tmp_path / "new" / "checkpoints").is_dir()
+
+
+def test_checkpoints_without_an_interval_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadUsage, match="--save needs --save-interval"):
+        check_save(saving(save=str(tmp_path), save_interval=None))
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        BadUsage, match=r"--save .*/file/checkpoints cannot be written \(Not a directory\): give a folder"
+    ):
+        check_save(saving(save=str(tmp_path / "file" / "checkpoints")))
