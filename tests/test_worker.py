@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_elas import worker
-from megatron_elas.spec.errors import BadUsage, EpochChanged
+from megatron_elas.spec.errors import BadUsage, EpochChanged, comes_of
 
 
 def test_the_first_node_is_reached_by_the_name_that_the_others_were_given() -> None:
@@ -23,5 +23,5 @@ def test_what_megatron_wraps_is_still_known_to_come_of_a_lost_worker() -> None:
         except EpochChanged as error:
             raise RuntimeError("building the dataset failed") from error
     except RuntimeError as wrapped:
-        assert worker._comes_of(wrapped, EpochChanged)
-        assert not worker._comes_of(wrapped, BadUsage)
+        assert comes_of(wrapped, EpochChanged)
+        assert not comes_of(wrapped, BadUsage)

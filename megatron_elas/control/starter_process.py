@@ -70,7 +70,10 @@ class StarterProcess:
                     return
 
     def _read(self) -> bool:
-        data = self._agent.recv(1 << 20)
+        try:
+            data = self._agent.recv(1 << 20)
+        except ConnectionResetError:  # it closed its end with a message of ours unread
+            data = b""
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
             match decode_to_starter(line):
