@@ -91,3 +91,23 @@ def wrap_save_checkpoint(original: Any) -> Any:
         return attached.session.run_between(body, Dispensable(purpose=purpose, instead=go_without))
 
     return save_checkpoint
+
+
+def wrap_execute_sync(original: Any) -> Any:
+    """The writing of a checkpoint's files, which begins with an empty queue of results.
+
+    A save that was cut short between its writing and its last collectives leaves its results there; the next save
+    would take them for its own, and write metadata that do not fit the files.
+    """
+
+    @functools.wraps(original)
+    def execute_sync(self: Any) -> Any:
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        attached, results = attachment(), filesystem_async._results_queue
+        while results is not None and not results.empty():
+            results.get_nowait()
+        attached.strike(attached.session.next_step - 1, "save", 0)
+        return original(self)
+
+    return execute_sync

@@ -6,7 +6,7 @@ which is made before Megatron would make it.
 
 from __future__ import annotations
 
-from megatron_elas.host.between_steps import wrap_evaluate, wrap_save_checkpoint
+from megatron_elas.host.between_steps import wrap_evaluate, wrap_execute_sync, wrap_save_checkpoint
 from megatron_elas.host.gradients import wrap_finalize_gradients, wrap_tied_embedding_reduce
 from megatron_elas.host.loaders import wrap_data_loaders
 from megatron_elas.host.logging_seams import wrap_print_rank_last
@@ -123,6 +123,19 @@ ROWS = (
         "dp_group=None, expt_dp_group=None, rng_state_key_prefix='')",
         "a save that is cut short by a membership change is run again after the recovery",
         wrap_save_checkpoint,
+    ),
+    wrap(
+        "elastic.save-writes",
+        "megatron.core.dist_checkpointing.strategies.async_utils:AsyncRequest.execute_sync",
+        "(self)",
+        "forgets what a save that was cut short had written; the next one would take it for its own",
+        wrap_execute_sync,
+    ),
+    use(
+        "elastic.save-results",
+        "megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
+        "(mp_mode='spawn')",
+        "its queue, _results_queue of the module, outlives a save",
     ),
     wrap(
         "elastic.data-loaders",

@@ -150,9 +150,14 @@ class Log:
         self._scalars.append((self._region if region is None else region, action))
 
     def _write_scalars(self, regions: int) -> None:
-        """Bring what is kept to the file, up to this number of regions, and say so."""
+        """Bring what is kept to the file, up to this number of regions, having said so before.
+
+        A worker that is lost in between, within a millisecond or two, leaves a gap and no repeat.
+        """
         pending = [action for region, action in self._scalars if region >= self._told.regions]
         self._scalars.clear()
+        self._told = self._told._replace(regions=max(regions, self._told.regions))
+        self._board.set_regions(self._told.regions)
         if pending and self._writer is None:
             assert self._open_writer is not None
             self._writer = self._open_writer()
@@ -160,8 +165,6 @@ class Log:
             action(self._writer)
         if self._writer is not None:
             self._writer.flush()
-        self._told = self._told._replace(regions=max(regions, self._told.regions))
-        self._board.set_regions(self._told.regions)
 
     # ------------------------------------------------------------ the training loop and recoveries
 

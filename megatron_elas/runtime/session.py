@@ -281,6 +281,13 @@ class Session:
             raise EpochChanged("the membership ended between steps")
         while (live := self._state.live) is not None and live < stop:
             self._transact(live)
+        if self._open_report is not None:  # recovered where no step is to be run: all have passed the verification
+            self._report_recovery()
+
+    def _report_recovery(self) -> None:
+        assert self._open_report is not None
+        report, self._open_report = self._open_report, None
+        self._control.recovered(report)
 
     def _transact(self, step: int) -> None:
         state, host, body = self._state, self._host, self._body
@@ -306,9 +313,8 @@ class Session:
         committed_s = time.time()
         state.retire_old_layouts()
         if self._open_report is not None:
-            report, self._open_report = self._open_report, None
-            report.marks_s["first_step"] = committed_s
-            self._control.recovered(report)
+            self._open_report.marks_s["first_step"] = committed_s
+            self._report_recovery()
 
     # ------------------------------------------------------------ recovery
 

@@ -52,11 +52,11 @@ class FaultPhase(enum.StrEnum):
     """While recovering from another fault in that step."""
 
 
-PHASES_WITH_MICROBATCH = frozenset({FaultPhase.FORWARD, FaultPhase.BACKWARD, FaultPhase.EVALUATE})
+PHASES_WITH_MICROBATCH = frozenset({FaultPhase.FORWARD, FaultPhase.BACKWARD, FaultPhase.EVALUATE, FaultPhase.SAVE})
 
 GRAMMAR = (
     f"write KIND:worker=W@step=S,phase=P[,microbatch=M] with KIND {'|'.join(FaultKind)}, "
-    f"P {'|'.join(FaultPhase)}; microbatch goes with forward, backward and evaluate only"
+    f"P {'|'.join(FaultPhase)}; microbatch goes with forward, backward, evaluate and save (0: about to write) only"
 )
 
 

@@ -107,3 +107,33 @@ def test_a_job_whose_last_checkpoint_could_not_be_saved_says_so_at_its_end(tmp_p
     assert run.iterations == [1, 2, 3, 4]
     assert "training is done, but its last checkpoint, of iteration 4, could not be saved" in run.output
     assert "Traceback" not in run.output
+
+
+def test_a_checkpoint_whose_writing_was_cut_short_is_whole_when_it_is_saved_again(calm: Run, tmp_path: Path) -> None:
+    # The others have written, and wait for the lost worker, which has not.
+    faults = ["kill:worker=1@step=7,phase=save,microbatch=0", "kill:worker=3@step=8,phase=forward,microbatch=0"]
+    checkpoints = tmp_path / "checkpoints"
+    flags = (*GRID, *EVALUATION, *CHECKPOINTS, f"--save={checkpoints}", "--exit-interval=12")
+    run = run_job(tmp_path / "run", flags, workers=4, faults=faults)
+    assert run.fired == faults and run.code == 0, run.output[-6000:]
+    stock = run_stock(
+        tmp_path / "stock",
+        (*GRID, *EVALUATION, "--ckpt-format=torch_dist", f"--load={checkpoints}", "--ckpt-step=8"),
+        workers=4,
+    )
+    assert stock.code == 0, stock.output[-6000:]
+    assert stock.iterations == list(range(9, 17))
+    for step in (0, *range(2, 8)):
+        assert stock.losses[step] == pytest.approx(calm.losses[8 + step], rel=1e-5)
+
+
+def test_a_failed_save_is_named_also_after_one_that_was_cut_short(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "iter_0000008" / "__2_0.distcp").mkdir(parents=True)
+    fault = "kill:worker=1@step=3,phase=save,microbatch=0"
+    flags = (*GRID, *CHECKPOINTS, f"--save={checkpoints}")
+    run = run_job(tmp_path / "run", flags, workers=4, faults=[fault], steps=8)
+    assert run.fired == [fault] and run.code == 7, run.output[-6000:]
+    assert "could not save the checkpoint of iteration 8 in" in run.output
+    assert "could not save the checkpoint of iteration 4" not in run.output
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "4"

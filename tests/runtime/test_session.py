@@ -266,6 +266,15 @@ def test_a_save_that_fails_anywhere_is_left_out_by_all(failing: tuple[int, ...],
             assert worker.steps_run == list(range(STEPS)), "a step was run again for it"
 
 
+def test_a_recovery_after_which_no_step_is_run_is_reported_too(tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        job.workers[1].hooks["save", STEPS - 1] = fail
+        job.run(steps=STEPS, between=save_after(STEPS - 1))
+        check_end(job, STEPS)
+        assert {report.worker for report in job.recovered[1]} == {0, 1, 2}
+        assert all("first_step" not in report.marks_s for report in job.recovered[1])
+
+
 def test_a_worker_that_comes_later_leaves_out_what_failed_before(tmp_path: Path) -> None:
     with job_of(tmp_path, stages=2, rows=2) as job:
         job.workers[1].hooks["save", 2] = fail
