@@ -104,8 +104,8 @@ def wrap_execute_sync(original: Any) -> Any:
     def execute_sync(self: Any) -> Any:
         from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-        attached, results = attachment(), filesystem_async._results_queue
-        while results is not None and not results.empty():
+        attached, results = attachment(), filesystem_async.get_write_results_queue()
+        while not results.empty():
             results.get_nowait()
         attached.strike(attached.session.next_step - 1, "save", 0)
         return original(self)

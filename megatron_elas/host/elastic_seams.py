@@ -131,12 +131,6 @@ ROWS = (
         "forgets what a save that was cut short had written; the next one would take it for its own",
         wrap_execute_sync,
     ),
-    use(
-        "elastic.save-results",
-        "megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
-        "(mp_mode='spawn')",
-        "its queue, _results_queue of the module, outlives a save",
-    ),
     wrap(
         "elastic.data-loaders",
         "megatron.training.training:build_train_valid_test_data_loaders",
