@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.fault.runs import ITERATION, MODEL, QUICK_TIMEOUTS, REPO
+from tests.followed import Followed
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
@@ -52,7 +51,7 @@ def hosts() -> Iterator[tuple[str, str]]:
             ip("netns", "del", name)
 
 
-class Node:
+class Node(Followed):
     """One host's launcher, its output read as it comes."""
 
     def __init__(self, host: str, rank: int, token: Path, flags: tuple[str, ...]) -> None:
@@ -66,25 +65,7 @@ class Node:
         folder = token.parent / f"host{rank}"
         folder.mkdir()
         environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONWARNINGS": "ignore", "TMPDIR": str(folder)}
-        self.process = subprocess.Popen(
-            command, env=environment, cwd=REPO, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        self.output = ""
-        self._seen = threading.Condition()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._seen:
-                self.output += line
-                self._seen.notify_all()
-
-    def wait_for(self, pattern: str, timeout_s: float = 60) -> None:
-        """Until its output holds the pattern."""
-        with self._seen:
-            assert self._seen.wait_for(lambda: re.search(pattern, self.output), timeout_s), self.output[-4000:]
+        super().__init__(command, environment, REPO, patience_s=60)
 
     def finish(self, timeout_s: float = 100) -> int:
         """Its exit code, when all output is read."""

@@ -7,15 +7,14 @@ import re
 import signal
 import socket
 import stat
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.fault.runs import ITERATION, QUICK_TIMEOUTS
+from tests.followed import Followed
 
 pytestmark = pytest.mark.process
 
@@ -32,7 +31,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Batch:
+class Batch(Followed):
     """The batch script of a Slurm job of two nodes with two workers each, its output read as it comes."""
 
     def __init__(self, folder: Path, *arguments: str, **environ: str) -> None:
@@ -57,30 +56,7 @@ class Batch:
             "ELASRUN_FLAGS": " ".join(QUICK_TIMEOUTS),
             **environ,
         }
-        self.process = subprocess.Popen(
-            ["bash", str(copy), *arguments],
-            env=environment,
-            cwd=folder,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        self.output = ""
-        self._seen = threading.Condition()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._seen:
-                self.output += line
-                self._seen.notify_all()
-
-    def wait_for(self, pattern: str) -> None:
-        """Until its output holds the pattern."""
-        with self._seen:
-            assert self._seen.wait_for(lambda: re.search(pattern, self.output), 80), self.output[-4000:]
+        super().__init__(["bash", str(copy), *arguments], environment, folder, patience_s=80)
 
     def task(self, node: int) -> int:
         """Process id of a node's elasrun."""
