@@ -17,7 +17,7 @@ RUN := "$(or $(USE_PYTHON),$(VENV)/bin/python)"
 # Folders without torch, checked strictly; those that exist.
 TYPED := $(wildcard $(addprefix megatron_elas/,spec schedule planner simulator control cli config.py prerequisites.py))
 
-.PHONY: help demo test test-all check lint types imports format bench-communicator bench-recovery venv clean distclean
+.PHONY: help native demo test test-all check lint types imports format bench-communicator bench-recovery venv clean distclean
 
 help:
 	@echo "make demo                train a tiny Llama, lose a worker, watch it go on"
@@ -27,13 +27,17 @@ help:
 	@echo "make bench-recovery      step time with and without --elastic; a lost worker against a restart; how recovery grows"
 	@echo "make clean               remove caches and build files;  make distclean: the environment too"
 
-demo: venv
+# The C libraries of this checkout; quick when up to date. Without a compiler, Python code takes their place.
+native: venv
+	@$(RUN) setup.py --quiet build_ext --inplace
+
+demo: native
 	@$(RUN) scripts/demo.py $(ARGS)
 
-test: venv
+test: native
 	@$(RUN) -m pytest -q -m "not slow" $(ARGS)
 
-test-all: venv
+test-all: native
 	@$(RUN) -m pytest -q $(ARGS)
 
 check: lint types imports
@@ -53,10 +57,10 @@ format: venv
 	@$(RUN) -m ruff check --quiet --fix-only .
 	@$(RUN) -m ruff format --quiet .
 
-bench-communicator: venv
+bench-communicator: native
 	@$(RUN) benchmarks/communicator.py $(ARGS)
 
-bench-recovery: venv
+bench-recovery: native
 	@$(RUN) benchmarks/recovery.py $(ARGS)
 
 venv:

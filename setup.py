@@ -1,4 +1,4 @@
-"""Build steps that pyproject.toml cannot say: the Python check, and configs/ and patches/ inside the wheel."""
+"""Build steps that pyproject.toml cannot say: the Python check, the C libraries, configs/ and patches/ in the wheel."""
 
 import sys
 
@@ -12,7 +12,7 @@ if sys.version_info < (3, 12):
 import shutil
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
 DATA_FOLDERS = ("configs", "patches")
@@ -35,4 +35,20 @@ class BuildWithData(build_py):
                 shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-setup(cmdclass={"build_py": BuildWithData})
+def native_libraries():
+    """One library per ``_NAME.c``, see ``megatron_elas/native.py``. Optional: Python code can take its place."""
+    root = Path(__file__).resolve().parent
+    return [
+        Extension(
+            ".".join(source.relative_to(root).with_suffix("").parts),
+            [str(source.relative_to(root))],
+            depends=[str(header.relative_to(root)) for header in sorted(source.parent.glob("*.h"))],
+            extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wextra", "-pthread"],
+            extra_link_args=["-pthread"],
+            optional=True,
+        )
+        for source in sorted((root / "megatron_elas").rglob("_*.c"))
+    ]
+
+
+setup(cmdclass={"build_py": BuildWithData}, ext_modules=native_libraries())

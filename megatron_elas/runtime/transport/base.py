@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from megatron_elas.runtime.transport.program import Program
+
 
 class Part(NamedTuple):
     """One directed transfer: ``buffer`` (C-contiguous bytes) to or from ``peer``. May be empty."""
@@ -51,6 +53,19 @@ class Transport(Protocol):
             EpochChanged: Cancelled, or a frame of a newer epoch arrived.
             PeerLost: A link broke or could not be dialled.
             ProtocolError: A frame of this epoch had another tag or length than expected.
+        """
+
+    def run(self, channel: int, tag: int, program: Program, buffers: Sequence[memoryview]) -> None:
+        """Run a collective's program; each round's transfers are an ``exchange`` with this tag.
+
+        Args:
+            channel: Of all its transfers.
+            tag: Of all its transfers.
+            program: See ``program``.
+            buffers: C-contiguous bytes; what the program calls buffer 0, 1, ... Those it writes to are writable.
+
+        Raises:
+            EpochChanged, PeerLost, ProtocolError: As ``exchange``.
         """
 
     def post(self, channel: int, tag: int, part: Part) -> None:

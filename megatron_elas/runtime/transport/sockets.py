@@ -26,6 +26,7 @@ from megatron_elas.runtime.transport.frame import Hello, HelloKind, pack_hello, 
 from megatron_elas.runtime.transport.link import BLOCKED, DONE, Link
 from megatron_elas.runtime.transport.listener import Listener
 from megatron_elas.runtime.transport.posts import PostSender
+from megatron_elas.runtime.transport.program import Copy, Program, Region
 from megatron_elas.spec.errors import EpochChanged, PeerLost
 
 _Key = tuple[int, int]
@@ -82,6 +83,7 @@ class SocketTransport:
         self._knocks: set[_Key] = set()
         self._changed = threading.Condition()
         """Guards the five above and tells of new links, addresses and cancels."""
+        self._scratches = threading.local()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._posts = PostSender(f"elastic-posts-{worker}", self._poison)
         self._dial_backs = DialBacks(f"elastic-dial-back-{worker}", self._answer_knock)
@@ -161,6 +163,35 @@ class SocketTransport:
         finally:
             if not finished:
                 self._give_up(channel, sends)
+
+    def run(self, channel: int, tag: int, program: Program, buffers: Sequence[memoryview]) -> None:
+        """See ``base.Transport``."""
+        places = [*buffers, self._scratch(program.scratch_bytes)]  # SCRATCH is the last
+
+        def at(region: Region) -> memoryview:
+            return places[region.buffer][region.start : region.start + region.size]
+
+        for sends, receives, then in program.rounds:
+            self.exchange(
+                channel,
+                tag,
+                [Part(peer, at(region)) for peer, region in sends],
+                [Part(peer, at(region)) for peer, region in receives],
+            )
+            for step in then:
+                if isinstance(step, Copy):
+                    if step.source != step.target:
+                        at(step.target)[:] = at(step.source)
+                else:
+                    assert program.reducer is not None, "a program that reduces needs a reducer"
+                    program.reducer.reduce([at(source) for source in step.sources], at(step.target))
+
+    def _scratch(self, size: int) -> memoryview:
+        """Memory of the calling thread, kept: fresh memory costs a page fault per 4 KiB."""
+        have: bytearray | None = getattr(self._scratches, "bytes", None)
+        if have is None or len(have) < size:
+            have = self._scratches.bytes = bytearray(max(size, 1 << 16))
+        return memoryview(have)
 
     def post(self, channel: int, tag: int, part: Part) -> None:
         """See ``base.Transport``. What peers do not receive stays in this worker's memory."""

@@ -146,6 +146,7 @@ def test_two_groups_become_one_on_a_common_channel(tmp_path: Path) -> None:
             assert group.channel == 1 << 20
             communicator.close_unused_links([group])
             assert not transport._links, "links of the group of two are of no use any more"
+            ready.wait()  # only now may a peer open the next ones
             check_sum(group, [0, 1, 2, 3], own)
             communicator.close_unused_links([group])
             assert set(transport._links) == {(peer, 1 << 20) for peer in range(4) if peer != own}
