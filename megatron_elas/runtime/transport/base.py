@@ -43,19 +43,36 @@ class Transport(Protocol):
     def set_addresses(self, addresses: Mapping[int, str]) -> None:
         """Say where peers are. Called before first use and with every new epoch."""
 
-    def exchange(self, channel: int, tag: int, sends: Sequence[Part], receives: Sequence[Part]) -> None:
+    def exchange(
+        self,
+        channel: int,
+        tag: int,
+        sends: Sequence[Part],
+        receives: Sequence[Part],
+        limit_s: float | None = None,
+    ) -> None:
         """Run all transfers at once, full duplex, and return when every one is done.
 
         Several parts for one peer are sent and filled in the order given. Blocks the calling
-        thread without holding the GIL while it waits.
+        thread without holding the GIL while it waits. Of what a failed call should have received nothing is to be used.
 
         Raises:
             EpochChanged: Cancelled, or a frame of a newer epoch arrived.
             PeerLost: A link broke or could not be dialled.
-            ProtocolError: A frame of this epoch had another tag or length than expected.
+            ProtocolError: A frame of this epoch had another tag or length than expected, here or at another worker of
+                the channel: who notices it objects to all its peers there, and they to theirs.
+            TimeoutError: ``limit_s`` seconds have passed; names the peers that were not done. The epoch has ended
+                for this worker, as after the other errors.
         """
 
-    def run(self, channel: int, tag: int, program: Program, buffers: Sequence[memoryview]) -> None:
+    def run(
+        self,
+        channel: int,
+        tag: int,
+        program: Program,
+        buffers: Sequence[memoryview],
+        limit_s: float | None = None,
+    ) -> None:
         """Run a collective's program; each round's transfers are an ``exchange`` with this tag.
 
         Args:
@@ -63,9 +80,10 @@ class Transport(Protocol):
             tag: Of all its transfers.
             program: See ``program``.
             buffers: C-contiguous bytes; what the program calls buffer 0, 1, ... Those it writes to are writable.
+            limit_s: For the whole program.
 
         Raises:
-            EpochChanged, PeerLost, ProtocolError: As ``exchange``.
+            EpochChanged, PeerLost, ProtocolError, TimeoutError: As ``exchange``.
         """
 
     def post(self, channel: int, tag: int, part: Part) -> None:
@@ -100,4 +118,4 @@ class Transport(Protocol):
 
 
 class ProtocolError(RuntimeError):
-    """Peers disagree about what is being sent: two operations were mixed up. A bug of the caller."""
+    """Peers disagree about what is being sent: operations were mixed up, by this worker or others. A bug of the caller."""

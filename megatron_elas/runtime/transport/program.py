@@ -70,3 +70,31 @@ class Program(NamedTuple):
     scratch_bytes: int = 0
     reducer: Reducer | None = None
     """Needed where a round reduces."""
+
+
+_OPERATIONS = ("SUM", "AVG", "MAX", "MIN", "PRODUCT")
+_DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "int8", "uint8")
+
+
+def native_codes(operation: str, dtype: str) -> tuple[int, int] | None:
+    """What a reducer gives as ``native`` when the C core can compute it.
+
+    The C core computes what ``communicator.reduction.Reduction`` does, to the bit (which NaN a NaN is, and which zero
+    is the larger, are not defined): sources one after another in their order, 16-bit floats summed and multiplied in
+    fp32 and rounded once, AVG by a division at the end.
+
+    Args:
+        operation: Name of a ``ReduceOp``, for example ``SUM``.
+        dtype: Name of a torch dtype without ``torch.``, for example ``bfloat16``.
+
+    Returns:
+        None where the C core has no such reduction; AVG is for floats only.
+    """
+    if operation not in _OPERATIONS or dtype not in _DTYPES or (operation == "AVG" and "float" not in dtype):
+        return None
+    return _OPERATIONS.index(operation), _DTYPES.index(dtype)
+
+
+def item_bytes(dtype_code: int) -> int:
+    """Size of an element of one of ``native_codes``' dtypes."""
+    return (4, 8, 2, 2, 8, 4, 1, 1)[dtype_code]

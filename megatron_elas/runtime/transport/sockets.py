@@ -131,7 +131,14 @@ class SocketTransport:
 
     # ------------------------------------------------------------------ operations
 
-    def exchange(self, channel: int, tag: int, sends: Sequence[Part], receives: Sequence[Part]) -> None:
+    def exchange(
+        self,
+        channel: int,
+        tag: int,
+        sends: Sequence[Part],
+        receives: Sequence[Part],
+        limit_s: float | None = None,
+    ) -> None:
         """See ``base.Transport``."""
         if self._cancelled or self._failure is not None:
             raise self._refusal()
@@ -164,7 +171,14 @@ class SocketTransport:
             if not finished:
                 self._give_up(channel, sends)
 
-    def run(self, channel: int, tag: int, program: Program, buffers: Sequence[memoryview]) -> None:
+    def run(
+        self,
+        channel: int,
+        tag: int,
+        program: Program,
+        buffers: Sequence[memoryview],
+        limit_s: float | None = None,
+    ) -> None:
         """See ``base.Transport``."""
         places = [*buffers, self._scratch(program.scratch_bytes)]  # SCRATCH is the last
 
