@@ -155,12 +155,18 @@ def runtime_plants(scene: Scene) -> dict[str, Plant]:
             "transport", "the transport is in epoch", lambda: setting(_epoch=(transport, scene.epoch - 1))
         ),
         "an address of a dead worker": Plant(
-            "transport", "knows addresses", lambda: entry(transport._addresses, dead, "unix:/nowhere")
+            "transport", "knows addresses", lambda: entry(transport._connections._addresses, dead, "unix:/nowhere")
         ),
-        "a knock of a dead worker": Plant("transport", "_knocks", lambda: member(transport._knocks, (dead, 0))),
-        "a dial to a dead worker": Plant("transport", "_dialling", lambda: member(transport._dialling, (dead, 0))),
+        "a knock of a dead worker": Plant(
+            "transport", "_knocks", lambda: member(transport._connections._knocks, (dead, 0))
+        ),
+        "a dial to a dead worker": Plant(
+            "transport", "_dialling", lambda: member(transport._connections._dialling, (dead, 0))
+        ),
         "a thread that dials a dead worker": Plant(
-            "transport", "threads dial back", lambda: entry(transport._dial_backs._threads, (dead, 0), None)
+            "transport",
+            "threads dial back",
+            lambda: entry(transport._connections._dial_backs._threads, (dead, 0), None),
         ),
         "a second transport": Plant("transport", "2 transports are alive", lambda: alive(blank(SocketTransport))),
         "a refusal": Plant("transport", "still refuses", lambda: setting(_failure=(transport, _Failure(dead, "gone")))),

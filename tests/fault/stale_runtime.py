@@ -149,13 +149,13 @@ def transport(scene: Scene) -> Iterator[Finding]:
     ours = scene.transport
     if ours.epoch != scene.epoch:
         yield f"the transport is in epoch {ours.epoch}, the plan is of epoch {scene.epoch}"
-    if gone := sorted(set(ours._addresses) - scene.alive):
+    if gone := sorted(set(ours._connections._addresses) - scene.alive):
         yield f"the transport knows addresses of workers {gone}"
     # _lost names the dead on purpose: a connection that was under way when they died is refused by it.
     for name in ("_knocks", "_dialling"):
-        if gone := sorted(key[0] for key in getattr(ours, name) if key[0] not in scene.alive):
+        if gone := sorted(key[0] for key in getattr(ours._connections, name) if key[0] not in scene.alive):
             yield f"the transport's {name} has workers {gone}"
-    if gone := sorted(key[0] for key in ours._dial_backs._threads if key[0] not in scene.alive):
+    if gone := sorted(key[0] for key in ours._connections._dial_backs._threads if key[0] not in scene.alive):
         yield f"threads dial back workers {gone}"
     if len(scene.of(SocketTransport)) != 1:
         yield f"{len(scene.of(SocketTransport))} transports are alive"

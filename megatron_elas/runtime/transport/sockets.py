@@ -1,8 +1,6 @@
 """The transport in pure Python over non-blocking stream sockets; ``frame`` has the wire format.
 
-Who dials: of two workers the one with the higher id dials the link. The lower one knocks (connects, says for which
-channel, hangs up) and the higher one dials back on a thread made for it, so neither waits for the other's main thread
-and two links for one channel cannot arise. ``cancel`` does not stop that thread: the peer may be in the next epoch.
+How links come about: see ``connections``.
 
 Ending: ``cancel`` makes ``_wake`` readable, on which every wait polls. The first operation that fails in an epoch
 poisons the transport: no later one may send frames, or peers would read them as answers to another operation.
@@ -13,23 +11,17 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_elas.runtime.transport.base import Part, ProtocolError
-from megatron_elas.runtime.transport.dial import DialStopped, dial
-from megatron_elas.runtime.transport.dial_backs import DialBacks
-from megatron_elas.runtime.transport.frame import Hello, HelloKind, pack_hello, token_digest
+from megatron_elas.runtime.transport.connections import Connections
 from megatron_elas.runtime.transport.link import BLOCKED, DONE, Link
-from megatron_elas.runtime.transport.listener import Listener
 from megatron_elas.runtime.transport.posts import PostSender
 from megatron_elas.runtime.transport.program import Copy, Program, Region
 from megatron_elas.spec.errors import EpochChanged, PeerLost
-
-_Key = tuple[int, int]
 
 
 class _Failure(NamedTuple):
@@ -71,29 +63,21 @@ class SocketTransport:
             OSError: It is taken.
         """
         self._worker = worker
-        self._digest = token_digest(token)
         self._epoch = 0
         self._cancelled = False
         self._closed = False
         self._failure: _Failure | None = None
-        self._links: dict[_Key, Link] = {}
-        self._addresses: dict[int, str] = {}
-        self._lost: dict[int, str | None] = {}
-        self._dialling: set[_Key] = set()
-        self._knocks: set[_Key] = set()
-        self._changed = threading.Condition()
-        """Guards the five above and tells of new links, addresses and cancels."""
         self._scratches = threading.local()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._posts = PostSender(f"elastic-posts-{worker}", self._poison)
-        self._dial_backs = DialBacks(f"elastic-dial-back-{worker}", self._answer_knock)
         try:
-            self._listener = Listener(listen, self._digest, self._welcome, f"elastic-accept-{worker}")
+            self._connections = Connections(self, listen, token)
         except BaseException:
-            self._dial_backs.close()
             self._posts.close()
             os.close(self._wake)
             raise
+        self._links = self._connections.links
+        self._changed = self._connections.changed
 
     # ------------------------------------------------------------------ state
 
@@ -105,7 +89,7 @@ class SocketTransport:
     @property
     def address(self) -> str:
         """Where peers dial this worker."""
-        return self._listener.address
+        return self._connections.address
 
     @property
     def epoch(self) -> int:
@@ -119,15 +103,12 @@ class SocketTransport:
 
     def set_addresses(self, addresses: Mapping[int, str]) -> None:
         """Say where peers are. A lost worker counts as living again when its address is a new one."""
-        with self._changed:
-            for peer in [peer for peer, old in self._lost.items() if addresses.get(peer, old) != old]:
-                del self._lost[peer]
-            self._addresses = dict(addresses)
-            knocks = [key for key in self._knocks if key[0] in self._addresses]
-            self._knocks.difference_update(knocks)
-            self._changed.notify_all()
-        for peer, channel in knocks:
-            self._dial_backs.ask(peer, channel)
+        self._connections.set_addresses(addresses)
+
+    @property
+    def wake_fd(self) -> int:
+        """Readable while cancelled."""
+        return self._wake
 
     # ------------------------------------------------------------------ operations
 
@@ -141,14 +122,14 @@ class SocketTransport:
     ) -> None:
         """See ``base.Transport``."""
         if self._cancelled or self._failure is not None:
-            raise self._refusal()
+            raise self.refusal()
         epoch = self._epoch
         links = self._links
         waiting: dict[int, _Waiting] = {}
         finished = False
         try:
             for peer, buffer in sends:
-                link = links.get((peer, channel)) or self._open(peer, channel)
+                link = links.get((peer, channel)) or self._connections.open(peer, channel)
                 ticket = link.send(epoch, tag, buffer)
                 if ticket:
                     waits = waiting.get(link.fd)
@@ -156,7 +137,7 @@ class SocketTransport:
                         waits = waiting[link.fd] = _Waiting(link)
                     waits.ticket = ticket
             for peer, buffer in receives:
-                link = links.get((peer, channel)) or self._open(peer, channel)
+                link = links.get((peer, channel)) or self._connections.open(peer, channel)
                 waits = waiting.get(link.fd)
                 if waits is None:
                     waits = waiting[link.fd] = _Waiting(link)
@@ -210,10 +191,10 @@ class SocketTransport:
     def post(self, channel: int, tag: int, part: Part) -> None:
         """See ``base.Transport``. What peers do not receive stays in this worker's memory."""
         if self._cancelled or self._failure is not None:
-            raise self._refusal()
+            raise self.refusal()
         peer, buffer = part
         try:
-            link = self._links.get((peer, channel)) or self._open(peer, channel)
+            link = self._links.get((peer, channel)) or self._connections.open(peer, channel)
             if not link.post(self._epoch, tag, buffer):
                 self._posts.watch(link)
         except EpochChanged as error:
@@ -241,7 +222,7 @@ class SocketTransport:
             if not waiting:
                 return
             if self._cancelled:
-                raise self._refusal()
+                raise self.refusal()
             if poller is None:
                 poller = select.poll()
                 poller.register(self._wake, select.POLLIN)
@@ -260,7 +241,7 @@ class SocketTransport:
             elif state == BLOCKED:
                 return
             elif self._cancelled:
-                raise self._refusal()
+                raise self.refusal()
 
     # ------------------------------------------------------------------ failing
 
@@ -277,7 +258,7 @@ class SocketTransport:
             if self._failure is None:
                 self._failure = _Failure(error.peer if isinstance(error, PeerLost) else None, str(error))
 
-    def _refusal(self) -> EpochChanged:
+    def refusal(self) -> EpochChanged:
         """The error of an operation that may not run: of the kind that ended the epoch."""
         failure = self._failure
         if failure is None:
@@ -306,16 +287,7 @@ class SocketTransport:
         if epoch <= self._epoch:
             raise ValueError(f"epoch {epoch} cannot be adopted after {self._epoch}: epochs only grow")
         with self._changed:
-            for peer in lost:
-                self._lost[peer] = self._addresses.get(peer)
-            self._knocks = {key for key in self._knocks if key[0] not in self._lost}
-            for key, link in list(self._links.items()):
-                if link.peer in self._lost or link.hung_up():  # a broken one between the living is dialled anew
-                    link.close(f"worker {link.peer} left before epoch {epoch}")
-                    del self._links[key]
-                else:
-                    link.cut()
-                    link.resume(epoch)
+            self._connections.adopt(epoch, lost)
             self._epoch = epoch
             self._failure = None
             self._cancelled = False
@@ -324,11 +296,7 @@ class SocketTransport:
 
     def keep_links(self, is_used: Callable[[int, int], bool]) -> None:
         """See ``base.Transport``."""
-        with self._changed:
-            for key, link in list(self._links.items()):
-                if not is_used(*key):
-                    link.close("no operation uses it any more")
-                    del self._links[key]
+        self._connections.keep(is_used)
 
     def close(self) -> None:
         """Close links and listener, remove the socket file, end threads. Posts not yet sent are dropped."""
@@ -338,126 +306,6 @@ class SocketTransport:
         self.cancel()
         with self._changed:
             self._closed = True
-        self._listener.close()
-        self._dial_backs.close()
+        self._connections.close()
         self._posts.close()
-        with self._changed:
-            for link in self._links.values():
-                link.close("the transport was closed")
-            self._links.clear()
         os.close(self._wake)
-
-    # ------------------------------------------------------------------ opening links
-
-    def _open(self, peer: int, channel: int) -> Link:
-        """Dial, or knock and wait to be dialled.
-
-        Raises:
-            EpochChanged: Cancelled meanwhile.
-            PeerLost: The peer has left or refused.
-            ValueError: The peer is this worker, or has no address.
-        """
-        if peer == self._worker:
-            raise ValueError(f"worker {peer} cannot send to itself")
-        key = (peer, channel)
-        with self._changed:
-            self._check_reachable(peer)
-            address = self._addresses.get(peer)
-        if address is None:
-            raise ValueError(f"worker {peer} has no address; call set_addresses before using channel {channel}")
-        try:
-            if self._worker > peer:
-                return self._dial(key, address, self._wake)
-            dial_back = Hello(HelloKind.KNOCK, self._worker, channel)
-            with dial(address, self._wake) as knock:
-                knock.sendall(pack_hello(dial_back, self._digest))
-        except DialStopped:
-            raise self._refusal() from None
-        except OSError as error:
-            detail = f"could not dial {address}: {error.strerror or error} (channel {channel}, epoch {self._epoch})"
-            raise PeerLost(peer, detail) from None
-        with self._changed:
-            while key not in self._links:
-                if self._cancelled:
-                    raise self._refusal()
-                self._check_reachable(peer)
-                self._changed.wait()
-            return self._links[key]
-
-    def _check_reachable(self, peer: int) -> None:
-        if peer in self._lost:
-            raise PeerLost(peer, f"it left before epoch {self._epoch}")
-
-    def _dial(self, key: _Key, address: str, wake_fd: int) -> Link:
-        """The link, dialled by this thread or by another one that was faster.
-
-        Raises:
-            DialStopped, OSError: See ``dial``.
-        """
-        peer, channel = key
-        with self._changed:
-            while key in self._dialling:
-                if self._cancelled and wake_fd == self._wake:
-                    raise DialStopped
-                self._changed.wait()
-            if key in self._links:
-                return self._links[key]
-            self._dialling.add(key)
-        sock: socket.socket | None = None
-        try:
-            sock = dial(address, wake_fd)
-            sock.sendall(pack_hello(Hello(HelloKind.LINK, self._worker, channel), self._digest))
-        except BaseException:
-            if sock is not None:
-                sock.close()
-                sock = None
-            raise
-        finally:
-            with self._changed:
-                self._dialling.discard(key)
-                if sock is not None:
-                    link = Link(peer, channel, sock, self._epoch)
-                    if peer in self._lost:  # only a dial back can be overtaken by an epoch
-                        link.close(f"worker {peer} left before epoch {self._epoch}")
-                    else:
-                        self._links[key] = link
-                self._changed.notify_all()
-        return link
-
-    def _welcome(self, hello: Hello, sock: socket.socket) -> None:
-        """A peer has connected. Runs on the listener's thread."""
-        _, peer, channel = hello
-        if hello.kind is HelloKind.KNOCK:
-            sock.close()
-            with self._changed:
-                known = peer in self._addresses
-                if not known and peer not in self._lost:
-                    self._knocks.add((peer, channel))  # it learnt of us before we of it
-            if known:
-                self._dial_backs.ask(peer, channel)
-            return
-        with self._changed:
-            if self._closed or peer in self._lost or peer <= self._worker:
-                sock.close()
-                return
-            old = self._links.get((peer, channel))
-            if old is not None:  # the peer lost its end of the old one
-                old.close("dialled anew by the peer")
-            self._links[(peer, channel)] = Link(peer, channel, sock, self._epoch)
-            self._changed.notify_all()
-
-    def _answer_knock(self, peer: int, channel: int) -> None:
-        """Dial the peer back. Runs on a thread of its own."""
-        key = (peer, channel)
-        with self._changed:
-            address = self._addresses.get(peer)
-            if address is None or peer in self._lost or peer >= self._worker:
-                return
-            link = self._links.get(key)
-            if link is not None:
-                if not link.hung_up():
-                    return  # dialled already; the knock crossed it
-                link.close("closed by the peer")
-                del self._links[key]
-        with contextlib.suppress(DialStopped, OSError):  # the peer is gone, and waits for us no more
-            self._dial(key, address, self._dial_backs.stop_fd)

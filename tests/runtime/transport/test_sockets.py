@@ -193,7 +193,7 @@ def test_a_knock_that_comes_before_the_addresses_is_answered_later(tmp_path: Pat
         addresses = {0: low.address, 1: high.address}
         low.set_addresses(addresses)
         sent = in_thread(lambda: low.post(CHANNEL, 0, Part(1, data(10))))
-        wait_until(lambda: bool(high._knocks))
+        wait_until(lambda: bool(high._connections._knocks))
         high.set_addresses(addresses)
         sent()
         got = room(10)
@@ -240,11 +240,11 @@ def test_a_peer_that_knocks_and_then_never_answers_stops_nobody(tmp_path: Path, 
         low.set_addresses(addresses)
         if early:
             knock(high, 0, CHANNEL)
-            wait_until(lambda: bool(high._knocks))
+            wait_until(lambda: bool(high._connections._knocks))
         high.set_addresses(addresses)
         if not early:
             knock(high, 0, CHANNEL)
-        wait_until(lambda: (0, CHANNEL) in high._dialling)
+        wait_until(lambda: (0, CHANNEL) in high._connections._dialling)
         for _ in range(20):
             knock(high, 0, CHANNEL)
         assert len(dial_back_threads()) == 1
@@ -256,7 +256,7 @@ def test_a_peer_that_knocks_and_then_never_answers_stops_nobody(tmp_path: Path, 
             assert got == data(10)
             next_epoch([low, high], epoch + 1)
         wait_until(lambda: len(dial_back_threads()) == 1)  # those that linked the living peers have ended
-        assert (0, CHANNEL) in high._dialling, "an epoch does not end it: the peer may be in the next one"
+        assert (0, CHANNEL) in high._connections._dialling, "an epoch does not end it: the peer may be in the next one"
     assert not dial_back_threads()
 
 
@@ -267,7 +267,7 @@ def test_a_dial_back_that_an_epoch_overtakes_leaves_no_link_to_a_lost_peer(tmp_p
     ):
         transport.set_addresses({0: deaf})
         knock(transport, 0, CHANNEL)
-        wait_until(lambda: (0, CHANNEL) in transport._dialling)
+        wait_until(lambda: (0, CHANNEL) in transport._connections._dialling)
         transport.cancel()
         transport.adopt(1, lost=[0])
         os.unlink(tmp_path / "deaf")
