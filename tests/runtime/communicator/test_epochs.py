@@ -322,7 +322,7 @@ def test_every_blocked_operation_ends_when_cancelled_and_the_links_work_on(tmp_p
         assert max(took_ms.values()) < LIMIT_S * 1e3, took_ms
 
 
-@pytest.mark.parametrize(("scheme", "rounds"), [("unix", 200), ("tcp", 60)])
+@pytest.mark.parametrize(("scheme", "rounds"), [("unix", 100), ("tcp", 40)])
 def test_random_aborts_give_no_wrong_result(tmp_path: Path, scheme: str, rounds: int) -> None:
     ready = make_barrier(4)
 
@@ -398,7 +398,7 @@ def test_random_aborts_give_no_wrong_result(tmp_path: Path, scheme: str, rounds:
         delays_ms.sort()
         return delays_ms[len(delays_ms) // 2], delays_ms[-1]
 
-    for median_ms, worst_ms in run_workers(4, body, timeout_s=60):
+    for median_ms, worst_ms in run_workers(4, body, timeout_s=110):
         print(f"cancel to exception: median {median_ms:.2f} ms, worst {worst_ms:.2f} ms")
         assert worst_ms < LIMIT_S * 1e3
 
