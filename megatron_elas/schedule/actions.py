@@ -81,7 +81,7 @@ class Schedule:
             for cell in range(len(cells)):
                 yield stage, cell
 
-    def warmup(self, stage: int, cell: int) -> int:
+    def forwards_first(self, stage: int, cell: int) -> int:
         """Forward passes before the cell's first backward pass."""
         order = self.orders[stage][cell]
         return next((i for i, action in enumerate(order) if action.kind != "F"), len(order))

@@ -10,7 +10,7 @@ from megatron_elas.schedule.timing import Deadlock, Program
 
 
 def stock_warmup(stage: int, widths: Sequence[int]) -> int:
-    """Forward passes before the first backward pass, on stages of ``widths`` cells.
+    """Forward passes before forward and backward take turns, on stages of ``widths`` cells.
 
     Stock 1F1B has one per later stage. A stage that feeds a wider one needs more, so that each of the wider stage's
     cells has an item before the first one comes back.
@@ -26,7 +26,7 @@ def one_f_one_b(
 
     Args:
         items: Of every stage and cell; every cell runs its own in the order in which they are listed.
-        warmups: Forward passes of every stage before its first backward pass; without them, those of the stock
+        warmups: Forward passes of every stage before the two take turns; without them, those of the stock
             schedule, and more where items of unequal cells would wait for each other in a circle.
         flow: Of the items, when there is one already.
 

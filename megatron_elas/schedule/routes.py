@@ -40,22 +40,18 @@ def route(senders: StageItems, receivers: StageItems) -> tuple[Slice, ...]:
         BadUsage: A sample is on one of the stages only, or twice on one.
     """
     sent, received = _spread(senders), _spread(receivers)
+    if sent[-1][1] != received[-1][1]:
+        raise BadUsage(f"one stage holds {sent[-1][1]} samples and the other {received[-1][1]}: both hold the batch")
     slices = []
-    i = j = 0
-    at = None
-    while i < len(sent) and j < len(received):
-        start, stop, cell, number = sent[i]
-        other_start, other_stop, other_cell, other_number = received[j]
-        begin, end = max(start, other_start), min(stop, other_stop)
-        if begin >= end or (at is not None and begin != at):
-            break
-        slices.append(Slice(begin, end, cell, number, other_cell, other_number))
+    i = j = at = 0
+    while i < len(sent):
+        _, stop, cell, number = sent[i]
+        _, other_stop, other_cell, other_number = received[j]
+        end = min(stop, other_stop)
+        slices.append(Slice(at, end, cell, number, other_cell, other_number))
         at = end
         i += end == stop
         j += end == other_stop
-    if i < len(sent) or j < len(received):
-        where = at if at is not None else 0
-        raise BadUsage(f"the stages do not hold the same samples once each: they differ at or after sample {where}")
     return tuple(slices)
 
 
@@ -71,13 +67,22 @@ def route_all(items: Sequence[StageItems]) -> tuple[tuple[Slice, ...], ...]:
 
 
 def _spread(items: StageItems) -> list[tuple[int, int, int, int]]:
-    """(start, stop, cell, number) of every range of a stage, ascending by sample."""
-    return sorted(
+    """(start, stop, cell, number) of every range of a stage, ascending by sample. Raises BadUsage."""
+    ranges = sorted(
         (start, stop, cell, item.number)
         for cell, own in enumerate(items)
         for item in own
         for start, stop in item.ranges
     )
+    at = 0
+    for start, stop, _, number in ranges:
+        if start != at or stop <= start:
+            what = "twice" if start < at else "on no item"
+            raise BadUsage(f"sample {min(start, at)} is {what} (next: item {number} with {start} to {stop})")
+        at = stop
+    if not ranges:
+        raise BadUsage("a stage holds no samples")
+    return ranges
 
 
 class Flow:

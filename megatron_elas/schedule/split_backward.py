@@ -13,14 +13,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from megatron_elas.schedule.actions import Schedule, StageItems
+from megatron_elas.schedule.actions import CellItems, Schedule, StageItems
 from megatron_elas.schedule.checks import peak_samples
 from megatron_elas.schedule.greedy import NO_MATTER, Limit, Taste, greedy
 from megatron_elas.schedule.items import count_samples
 from megatron_elas.schedule.one_f_one_b import one_f_one_b, stock_warmup
 from megatron_elas.schedule.routes import Flow
 from megatron_elas.schedule.timing import Deadlock, Durations, Program
+from megatron_elas.spec.cost import StageTimes
 
 ENOUGH = 1 + 1e-9
 """An order within this factor of the bound is as good as it."""
@@ -33,7 +35,7 @@ class Found:
     schedule: Schedule
     step_s: float
     bound_s: float
-    """No order of these items is shorter, whatever the memory."""
+    """No order of these items is shorter; one that is as short may not exist."""
     tries: int
 
 
@@ -60,7 +62,7 @@ def split_backward(
         Deadlock: Memory is too small for every order that was tried.
     """
     flow = flow or Flow(items)
-    bound = bound_s(flow, durations, split=split)
+    bound = bound_s(flow, durations, limits, split=split)
     best: tuple[Schedule, float] | None = None
     failure: Deadlock | None = None
     try:
@@ -89,35 +91,67 @@ def split_backward(
     return Found(schedule=best[0], step_s=best[1], bound_s=bound, tries=count)
 
 
-def bound_s(flow: Flow, durations: Durations, *, split: bool = True) -> float:
-    """Seconds that no order is shorter than: what the busiest cell has to do, and the way to it and back.
+def bound_s(flow: Flow, durations: Durations, limits: Sequence[Limit] | None = None, *, split: bool = True) -> float:
+    """Seconds that no order is shorter than.
 
-    A cell waits for its first item's way down. After its last backward pass the gradient goes up to stage 0, where one
-    more weight gradient follows; meanwhile the cell may run weight gradients of its own.
+    Of every cell: it waits for its first item's way down. Until the first gradient comes back from the last stage it
+    can only run forward passes, of as many samples as its memory holds. After its last backward pass the gradient goes
+    up to stage 0, where one more weight gradient follows; meanwhile the cell may run weight gradients of its own.
+
+    Args:
+        flow: Of the items.
+        durations: Of passes and transfers.
+        limits: Memory of every stage; None: enough.
+        split: False: weight gradients are part of backward passes.
     """
-    best = down = up = last_weight = 0.0
+    ends = [_shortest(stage, flow, durations) for stage in range(len(flow.stages))]
+    links = [link.seconds(1) for link in durations.links]
+    best = 0.0
     for stage, cells in enumerate(flow.stages):
-        shortest_forward = shortest_back = shortest_weight = float("inf")
+        down = sum(ends[s].forward + links[s] for s in range(stage))
+        up = sum(ends[s].back + links[s] + (0.0 if split else ends[s].weight) for s in range(stage))
+        turn = sum(ends[s].forward + ends[s].back + 2 * links[s - 1] for s in range(stage + 1, len(ends)))
+        if not split:
+            turn += sum(ends[s].weight for s in range(stage + 1, len(ends)))
         for times, own in zip(durations.cells[stage], cells, strict=True):
-            samples, count = count_samples(own), len(own)
-            forward = samples * times.forward.sample_s + count * times.forward.fixed_s
-            back = samples * times.input_gradient.sample_s + count * times.input_gradient.fixed_s
-            weight = samples * times.weight_gradient.sample_s + count * times.weight_gradient.fixed_s
-            if split:
-                best = max(best, down + forward + back + max(weight, up + last_weight))
-            else:
-                best = max(best, down + forward + back + weight + up)
-            least = min((item.samples for item in own), default=0)
-            shortest_forward = min(shortest_forward, times.forward.seconds(least))
-            shortest_back = min(shortest_back, times.input_gradient.seconds(least))
-            shortest_weight = min(shortest_weight, times.weight_gradient.seconds(least))
-        if stage == 0:
-            last_weight = shortest_weight
-        if stage < len(durations.links):
-            link = durations.links[stage].seconds(1)
-            down += shortest_forward + link
-            up += shortest_back + link + (0.0 if split else shortest_weight)
+            forward, back, weight = _work(times, own)
+            if not own:
+                continue
+            returned = down + ends[stage].forward + turn
+            early = min(forward, returned - down)
+            if limits is not None:
+                early = min(early, limits[stage].samples * (times.forward.sample_s + times.forward.fixed_s))
+            rest = returned + forward - early + back
+            best = max(best, rest + (max(weight, up + ends[0].weight if stage else 0.0) if split else weight + up))
     return best
+
+
+class _Shortest(NamedTuple):
+    """The shortest passes of a stage, in seconds."""
+
+    forward: float
+    back: float
+    weight: float
+
+
+def _shortest(stage: int, flow: Flow, durations: Durations) -> _Shortest:
+    passes = [
+        (times.forward.seconds(least), times.input_gradient.seconds(least), times.weight_gradient.seconds(least))
+        for times, own in zip(durations.cells[stage], flow.stages[stage], strict=True)
+        if own
+        for least in [min(item.samples for item in own)]
+    ]
+    return _Shortest(*map(min, zip(*passes, strict=True)))
+
+
+def _work(times: StageTimes, own: CellItems) -> tuple[float, float, float]:
+    """Seconds of all forward passes, input gradients and weight gradients of a cell."""
+    samples, count = count_samples(own), len(own)
+    forward, back, weight = (
+        samples * passes.sample_s + count * passes.fixed_s
+        for passes in (times.forward, times.input_gradient, times.weight_gradient)
+    )
+    return forward, back, weight
 
 
 class _Tastes:

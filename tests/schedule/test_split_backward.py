@@ -1,0 +1,87 @@
+"""The search is never slower than 1F1B, never beats its bound, and reaches it where memory allows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_elas.schedule.checks import check_schedule, peak_samples
+from megatron_elas.schedule.greedy import Limit
+from megatron_elas.schedule.items import deal_round
+from megatron_elas.schedule.one_f_one_b import one_f_one_b
+from megatron_elas.schedule.routes import Flow
+from megatron_elas.schedule.split_backward import bound_s, split_backward
+from megatron_elas.schedule.timing import Deadlock, Durations, time_schedule
+from tests.schedule.cases import all_items, durations_of, times, unit_durations
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_an_order_is_between_the_bound_and_1f1b_and_keeps_to_memory(data: st.DataObject) -> None:
+    items = data.draw(all_items())
+    durations = data.draw(durations_of(items))
+    split = data.draw(st.booleans())
+    stock = one_f_one_b(items)
+    peaks = [max(peak_samples(stock, stage, cell) for cell in range(len(cells))) for stage, cells in enumerate(items)]
+    limits = [Limit(samples=peak + data.draw(st.integers(0, 3)), kept_share=1.0) for peak in peaks]
+    found = split_backward(items, durations, limits, tries=4, split=split)
+    check_schedule(found.schedule, limits)
+    assert found.step_s <= time_schedule(stock, durations).step_s
+    assert found.bound_s <= found.step_s * (1 + 1e-9)
+    assert time_schedule(found.schedule, durations).step_s == pytest.approx(found.step_s)
+    assert split or not any(found.schedule.is_split(*place) for place in found.schedule.cells())
+
+
+@given(st.data())
+def test_the_bound_holds_for_1f1b_too(data: st.DataObject) -> None:
+    items = data.draw(all_items())
+    durations = data.draw(durations_of(items))
+    step = time_schedule(one_f_one_b(items), durations).step_s
+    for split in (False, True):
+        assert bound_s(Flow(items), durations, split=split) <= step * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("lost", [0, 3, 7])
+def test_a_lost_cell_costs_no_more_than_its_work_where_memory_is_twice_that_of_1f1b(lost: int) -> None:
+    items = [deal_round(24, 1, 2 if stage == lost else 3) for stage in range(8)]
+    limits = [Limit(samples=16, kept_share=1.0)] * 8
+    found = split_backward(items, unit_durations(items), limits)
+    assert found.step_s == found.bound_s == (39 if lost == 0 else 36 + lost)
+    assert found.step_s < time_schedule(one_f_one_b(items), unit_durations(items)).step_s
+
+
+def test_more_tries_are_never_worse_and_the_same_tries_give_the_same() -> None:
+    items = [deal_round(24, 1, 2 if stage == 0 else 3) for stage in range(6)]
+    durations = Durations.of([times(9, 11, 7)] * 5 + [times(10, 13, 8)], items)
+    limits = [Limit(samples=8, kept_share=1.0)] * 6
+    steps = [split_backward(items, durations, limits, tries=tries).step_s for tries in (1, 4, 16, 48)]
+    assert all(more <= fewer for fewer, more in pairwise(steps))
+    assert steps[-1] < steps[0]
+    again = split_backward(items, durations, limits, tries=16)
+    assert again == split_backward(items, durations, limits, tries=16)
+    assert again.tries == 16
+
+
+def test_more_memory_gives_shorter_steps() -> None:
+    items = [deal_round(16, 1, 1 if stage == 2 else 2) for stage in range(4)]
+    steps = [
+        split_backward(items, unit_durations(items), [Limit(samples=size, kept_share=1.0)] * 4).step_s
+        for size in (2, 3, 8)
+    ]
+    assert steps[0] > steps[1] > steps[2]
+
+
+def test_a_search_stops_at_the_bound() -> None:
+    items = [deal_round(8, 1, 2)] * 2
+    found = split_backward(items, unit_durations(items), [Limit(samples=99)] * 2, tries=50)
+    assert found.step_s == found.bound_s
+    assert found.tries < 50
+
+
+def test_memory_for_not_even_one_item_is_refused() -> None:
+    items = [deal_round(4, 2, 2)] * 2
+    with pytest.raises(Deadlock, match="holds 0 samples of at most 1 and can take no more"):
+        split_backward(items, unit_durations(items), [Limit(samples=1)] * 2)
