@@ -7,6 +7,7 @@ pass where memory allows, then a weight gradient that was put off. ``Taste`` tur
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from megatron_elas.schedule.actions import Action, Kind, Schedule
 from megatron_elas.schedule.routes import Flow
 from megatron_elas.schedule.timing import Deadlock, Durations
 
+_NEVER = float("inf")
 NO_MATTER = 1 << 30
 """A number of items that is never reached."""
 
@@ -61,154 +63,188 @@ def greedy(
     Raises:
         Deadlock: Memory is too small for these items.
     """
-    run = _Run(flow, durations, limits, tastes)
-    run.go()
-    orders: list[list[tuple[Action, ...]]] = [[] for _ in flow.stages]
-    for cell, order in enumerate(run.orders):
-        stage = flow.stage_of_cell[cell]
-        items = flow.items
-        orders[stage].append(tuple([Action(stage, kind, items[i].number) for kind, i in order]))
-    return Schedule(items=flow.stages, orders=tuple(map(tuple, orders))), run.step_s
+    run = Problem(flow, durations, limits).run(tastes)
+    return run.schedule(), run.step_s
 
 
-class _Run:
-    def __init__(self, flow: Flow, durations: Durations, limits: Sequence[Limit], tastes: Sequence[Taste]) -> None:
+class Problem:
+    """What greedy runs with different tastes have in common, as plain lists by cell and by item."""
+
+    def __init__(self, flow: Flow, durations: Durations, limits: Sequence[Limit]) -> None:
         self.flow = flow
-        cells, stage_of = range(flow.num_cells), flow.stage_of_cell
-        self.tastes = [tastes[stage_of[cell]] for cell in cells]
-        self.room = [limits[stage_of[cell]].samples + 1e-9 for cell in cells]
-        self.share = [limits[stage_of[cell]].kept_share if self.tastes[cell].split else 0.0 for cell in cells]
-        self.times = [durations.cells[stage][cell] for stage, cell in map(flow.find, cells)]
-        self.links = durations.links
+        cells = range(flow.num_cells)
+        self.room = [limits[stage].samples + 1e-9 for stage in flow.stage_of_cell]
+        self.share = [limits[stage].kept_share for stage in flow.stage_of_cell]
+        times = [durations.cells[stage][cell] for stage, cell in map(flow.find, cells)]
+        self.forward_s = [times[c].forward.seconds(n) for c, n in zip(flow.cell_of, flow.samples, strict=True)]
+        self.input_s = [times[c].input_gradient.seconds(n) for c, n in zip(flow.cell_of, flow.samples, strict=True)]
+        self.weight_s = [times[c].weight_gradient.seconds(n) for c, n in zip(flow.cell_of, flow.samples, strict=True)]
+        stages = [flow.stage_of_cell[cell] for cell in flow.cell_of]
+        links = durations.links
+        self.after = [
+            [(other, links[stage].seconds(part)) for other, part in parts]
+            for stage, parts in zip(stages, flow.after, strict=True)
+        ]
+        """Of every item: (item of the later stage, seconds of the transfer)."""
+        self.before = [
+            [(other, links[stage - 1].seconds(part)) for other, part in parts]
+            for stage, parts in zip(stages, flow.before, strict=True)
+        ]
+        self.stops = [own.stop for own in flow.own]
+
+    def run(self, tastes: Sequence[Taste]) -> Run:
+        """Go through a step. Raises Deadlock when memory is too small."""
+        run = Run(self, tastes)
+        run.go()
+        return run
+
+
+class Run:
+    """One step from its begin to its end. Lists are by cell or by item."""
+
+    def __init__(self, problem: Problem, tastes: Sequence[Taste]) -> None:
+        flow = problem.flow
+        self._problem = problem
+        self.tastes = [tastes[stage] for stage in flow.stage_of_cell]
+        cells = range(flow.num_cells)
         self.orders: list[list[tuple[Kind, int]]] = [[] for _ in cells]
-        self.free_s = [0.0] * len(cells)
-        self.held = [0.0] * len(cells)
-        """Samples in memory."""
-        self.flying = [0] * len(cells)
-        """Items between F and B."""
-        self.next_forward = [own.start for own in flow.own]
-        self.backwards: list[list[tuple[float, int]]] = [[] for _ in cells]
-        """Heaps of (known arrival, item)."""
-        self.weights: list[list[int]] = [[] for _ in cells]
-        self.weight_at = [0] * len(cells)
-        self.forward_s = [0.0] * len(flow.items)
-        """Latest arrival so far of what an item's forward pass waits for."""
-        self.backward_s = [0.0] * len(flow.items)
-        self.forward_missing = [len(before) for before in flow.before]
-        # One more than what comes back: the item's own forward pass.
-        self.backward_missing = [len(after) + 1 for after in flow.after]
-        self.events = [(0.0, cell) for cell in cells]
         self.step_s = 0.0
+        self._free_s = [0.0] * len(cells)
+        self._held = [0.0] * len(cells)
+        """Samples in memory."""
+        self._flying = [0] * len(cells)
+        """Items between F and B."""
+        self._next = [own.start for own in flow.own]
+        """The next forward pass."""
+        self._backwards: list[list[tuple[float, int]]] = [[] for _ in cells]
+        """Heaps of (known arrival, item)."""
+        self._weights: list[deque[int]] = [deque() for _ in cells]
+        self._forward_at = [0.0] * len(flow.items)
+        """Latest arrival so far of what an item's forward pass waits for."""
+        self._backward_at = [0.0] * len(flow.items)
+        self._forward_missing = [len(before) for before in flow.before]
+        # One more than what comes back: the item's own forward pass.
+        self._backward_missing = [len(after) + 1 for after in flow.after]
+        self._events = [(0.0, cell) for cell in cells]
+
+    def schedule(self) -> Schedule:
+        """The order that was taken."""
+        flow = self._problem.flow
+        orders: list[list[tuple[Action, ...]]] = [[] for _ in flow.stages]
+        for cell, order in enumerate(self.orders):
+            stage = flow.stage_of_cell[cell]
+            orders[stage].append(tuple([Action(stage, kind, flow.items[i].number) for kind, i in order]))
+        return Schedule(items=flow.stages, orders=tuple(map(tuple, orders)))
 
     def go(self) -> None:
-        """Until nothing happens any more."""
-        events, free = self.events, self.free_s
+        """Until nothing happens any more. Raises Deadlock."""
+        events, free, pop, choose = self._events, self._free_s, heapq.heappop, self._choose
         while events:
-            now, cell = heapq.heappop(events)
+            now, cell = pop(events)
+            # An event of a cell that has begun something meanwhile is void.
             if now >= free[cell] - 1e-12:
-                self._choose(cell, now)
-        left = sum(map(len, self.orders))
-        wanted = sum((3 if self.tastes[cell].split else 2) * len(own) for cell, own in enumerate(self.flow.own))
-        if left < wanted:
+                choose(cell, now)
+        done = sum(map(len, self.orders))
+        wanted = sum(
+            (3 if self.tastes[cell].split else 2) * len(own) for cell, own in enumerate(self._problem.flow.own)
+        )
+        if done < wanted:
             self._complain()
 
     def _complain(self) -> None:
-        for cell, own in enumerate(self.flow.own):
-            if self.next_forward[cell] < own.stop:
-                stage, place = self.flow.find(cell)
+        for cell, stop in enumerate(self._problem.stops):
+            if self._next[cell] < stop:
+                stage, place = self._problem.flow.find(cell)
                 raise Deadlock(
-                    f"cell {place} of stage {stage} holds {self.held[cell]:g} samples of at most "
-                    f"{self.room[cell]:.4g} and can take no more, while others wait for it: allow more samples at "
-                    f"once, or make items smaller"
+                    f"cell {place} of stage {stage} holds {self._held[cell]:g} samples of at most "
+                    f"{self._problem.room[cell]:.4g} and can take no more, while others wait for it: allow more "
+                    f"samples at once, or make items smaller"
                 )
         raise AssertionError("all forward passes ran, but not all backward passes")
 
     def _choose(self, cell: int, now: float) -> None:
-        taste, item = self.tastes[cell], self.next_forward[cell]
-        backwards = self.backwards[cell]
-        if len(self.weights[cell]) - self.weight_at[cell] > taste.deferred:
+        problem, taste, item = self._problem, self.tastes[cell], self._next[cell]
+        weights = self._weights[cell]
+        if len(weights) > taste.deferred:
             self._weight(cell, now)
             return
         soon = now + 1e-12
-        can_forward = False
-        forward_s = float("inf")
+        forward_s = backward_s = _NEVER
         if (
-            item < self.flow.own[cell].stop
-            and not self.forward_missing[item]
-            and self.flying[cell] < taste.ahead
-            and self.held[cell] + self.flow.samples[item] <= self.room[cell]
+            item < problem.stops[cell]
+            and not self._forward_missing[item]
+            and self._flying[cell] < taste.ahead
+            and self._held[cell] + problem.flow.samples[item] <= problem.room[cell]
         ):
-            forward_s = self.forward_s[item]
-            can_forward = forward_s <= soon
-        can_backward = bool(backwards) and backwards[0][0] <= soon
-        if can_forward and (taste.forward_first or not can_backward):
+            forward_s = self._forward_at[item]
+        if self._backwards[cell]:
+            backward_s = self._backwards[cell][0][0]
+        if forward_s <= soon and (taste.forward_first or backward_s > soon):
             self._forward(cell, item, now)
-        elif can_backward:
-            self._backward(cell, heapq.heappop(backwards)[1], now)
-        elif self.weight_at[cell] < len(self.weights[cell]):
-            waiting = self.weights[cell][self.weight_at[cell]]
-            takes = self.times[cell].weight_gradient.seconds(self.flow.samples[waiting])
-            arrival = min(forward_s, backwards[0][0] if backwards else float("inf"))
-            if arrival < now + taste.patience * takes:
-                heapq.heappush(self.events, (arrival, cell))
-            else:
+        elif backward_s <= soon:
+            self._backward(cell, now)
+        else:
+            arrival = forward_s if forward_s < backward_s else backward_s
+            if weights and arrival >= now + taste.patience * problem.weight_s[weights[0]]:
                 self._weight(cell, now)
-        elif backwards or forward_s < float("inf"):
-            arrival = min(forward_s, backwards[0][0] if backwards else float("inf"))
-            heapq.heappush(self.events, (arrival, cell))
+            elif arrival < _NEVER:
+                heapq.heappush(self._events, (arrival, cell))
 
     def _forward(self, cell: int, item: int, now: float) -> None:
-        samples = self.flow.samples[item]
-        end = now + self.times[cell].forward.seconds(samples)
-        self.next_forward[cell] = item + 1
-        self.held[cell] += samples
-        self.flying[cell] += 1
+        problem = self._problem
+        end = now + problem.forward_s[item]
+        self._next[cell] = item + 1
+        self._held[cell] += problem.flow.samples[item]
+        self._flying[cell] += 1
         self._done(cell, "F", item, end)
-        stage = self.flow.stage_of_cell[cell]
-        for other, part in self.flow.after[item]:
-            arrival = end + self.links[stage].seconds(part)
-            if arrival > self.forward_s[other]:
-                self.forward_s[other] = arrival
-            self.forward_missing[other] -= 1
-            receiver = self.flow.cell_of[other]
-            if not self.forward_missing[other] and self.next_forward[receiver] == other:
-                heapq.heappush(self.events, (max(self.forward_s[other], self.free_s[receiver]), receiver))
+        arrivals, missing, cell_of = self._forward_at, self._forward_missing, problem.flow.cell_of
+        for other, delay in problem.after[item]:
+            arrival = end + delay
+            if arrival > arrivals[other]:
+                arrivals[other] = arrival
+            missing[other] -= 1
+            if not missing[other]:
+                receiver = cell_of[other]
+                arrival = arrivals[other]
+                if self._next[receiver] == other and arrival >= self._free_s[receiver]:
+                    heapq.heappush(self._events, (arrival, receiver))
         self._returned(item, end)
 
-    def _backward(self, cell: int, item: int, now: float) -> None:
-        samples = self.flow.samples[item]
-        times = self.times[cell]
-        end = now + times.input_gradient.seconds(samples)
+    def _backward(self, cell: int, now: float) -> None:
+        problem = self._problem
+        item = heapq.heappop(self._backwards[cell])[1]
+        end = now + problem.input_s[item]
+        samples = problem.flow.samples[item]
         if self.tastes[cell].split:
-            self.weights[cell].append(item)
+            self._weights[cell].append(item)
+            self._held[cell] -= samples * (1 - problem.share[cell])
         else:
-            end += times.weight_gradient.seconds(samples)
-        self.held[cell] -= samples * (1 - self.share[cell])
-        self.flying[cell] -= 1
+            end += problem.weight_s[item]
+            self._held[cell] -= samples
+        self._flying[cell] -= 1
         self._done(cell, "B", item, end)
-        stage = self.flow.stage_of_cell[cell]
-        for other, part in self.flow.before[item]:
-            self._returned(other, end + self.links[stage - 1].seconds(part))
+        for other, delay in problem.before[item]:
+            self._returned(other, end + delay)
 
     def _returned(self, item: int, arrival: float) -> None:
-        if arrival > self.backward_s[item]:
-            self.backward_s[item] = arrival
-        self.backward_missing[item] -= 1
-        if not self.backward_missing[item]:
-            cell = self.flow.cell_of[item]
-            heapq.heappush(self.backwards[cell], (self.backward_s[item], item))
-            heapq.heappush(self.events, (max(self.backward_s[item], self.free_s[cell]), cell))
+        if arrival > self._backward_at[item]:
+            self._backward_at[item] = arrival
+        self._backward_missing[item] -= 1
+        if not self._backward_missing[item]:
+            cell, arrival = self._problem.flow.cell_of[item], self._backward_at[item]
+            heapq.heappush(self._backwards[cell], (arrival, item))
+            # A cell that is busy until later looks again when it is free.
+            if arrival >= self._free_s[cell]:
+                heapq.heappush(self._events, (arrival, cell))
 
     def _weight(self, cell: int, now: float) -> None:
-        item = self.weights[cell][self.weight_at[cell]]
-        samples = self.flow.samples[item]
-        self.weight_at[cell] += 1
-        self.held[cell] -= samples * self.share[cell]
-        self._done(cell, "W", item, now + self.times[cell].weight_gradient.seconds(samples))
+        item = self._weights[cell].popleft()
+        self._held[cell] -= self._problem.flow.samples[item] * self._problem.share[cell]
+        self._done(cell, "W", item, now + self._problem.weight_s[item])
 
     def _done(self, cell: int, kind: Kind, item: int, end: float) -> None:
         self.orders[cell].append((kind, item))
-        self.free_s[cell] = end
+        self._free_s[cell] = end
         if end > self.step_s:
             self.step_s = end
-        heapq.heappush(self.events, (end, cell))
+        heapq.heappush(self._events, (end, cell))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count, pairwise
 
 from megatron_elas.schedule.actions import Action, CellItems, Order, Schedule, StageItems
 from megatron_elas.schedule.routes import Flow
@@ -12,11 +13,14 @@ from megatron_elas.schedule.timing import Deadlock, Program
 def stock_warmup(stage: int, widths: Sequence[int]) -> int:
     """Forward passes before forward and backward take turns, on stages of ``widths`` cells.
 
-    Stock 1F1B has one per later stage. A stage that feeds a wider one needs more, so that each of the wider stage's
-    cells has an item before the first one comes back.
+    With equal widths this is the stock one: as many as stages follow. In general a stage has, before its first backward
+    pass, run more items than the stage that it feeds, all cells of both counted. Otherwise that one would wait for an
+    item that this one only runs after a backward pass.
     """
-    later = widths[stage + 1 :]
-    return len(later) * -(-max(later) // widths[stage]) if later else 0
+    ahead = 0
+    for narrow, wide in pairwise(reversed(widths[stage:])):
+        ahead = -(-(ahead + 1) * narrow // wide)
+    return ahead
 
 
 def one_f_one_b(
@@ -39,15 +43,15 @@ def one_f_one_b(
         Program(schedule, flow)
         return schedule
     widths = [len(cells) for cells in items]
-    most = max(len(own) for cells in items for own in cells)
-    for more in range(most + 1):
+    # Ends: once warm-ups are as long as the items are many, forward passes wait for no backward pass.
+    for more in count():
         schedule = _build(items, [stock_warmup(s, widths) + more * (len(widths) - 1 - s) for s in range(len(widths))])
         try:
             Program(schedule, flow)
         except Deadlock:
             continue
         return schedule
-    raise Deadlock("no warm-up lets these items run in their order: list every cell's items by ascending first samples")
+    raise AssertionError
 
 
 def _build(items: Sequence[StageItems], warmups: Sequence[int]) -> Schedule:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megatron_elas.schedule.actions import CellItems, Schedule, StageItems
 from megatron_elas.schedule.checks import peak_samples
-from megatron_elas.schedule.greedy import NO_MATTER, Limit, Taste, greedy
+from megatron_elas.schedule.greedy import NO_MATTER, Limit, Problem, Run, Taste
 from megatron_elas.schedule.items import count_samples
 from megatron_elas.schedule.one_f_one_b import one_f_one_b, stock_warmup
 from megatron_elas.schedule.routes import Flow
@@ -62,33 +62,41 @@ def split_backward(
         Deadlock: Memory is too small for every order that was tried.
     """
     flow = flow or Flow(items)
+    problem = Problem(flow, durations, limits)
     bound = bound_s(flow, durations, limits, split=split)
-    best: tuple[Schedule, float] | None = None
-    failure: Deadlock | None = None
-    try:
-        stock = one_f_one_b(items, flow=flow)
-        if _fits(stock, limits):
-            best = stock, Program(stock, flow).run(durations).step_s
-    except Deadlock as error:
-        failure = error
-    count = 0
     tastes = _Tastes(flow, split)
+    best: Run | None = None
+    failure: Deadlock | None = None
+    count = 0
     for count, taste in enumerate(tastes, 1):
-        if count > tries or (best is not None and best[1] <= bound * ENOUGH):
+        if count > tries or (best is not None and best.step_s <= bound * ENOUGH):
             count -= 1
             break
         try:
-            found = greedy(flow, durations, limits, taste)
+            run = problem.run(taste)
         except Deadlock as error:
             failure = error
             continue
-        if best is None or found[1] < best[1]:
-            best = found
-        tastes.tell(taste, found[1])
+        if best is None or run.step_s < best.step_s:
+            best = run
+        tastes.tell(taste, run.step_s)
+    stock = None if best is not None and best.step_s <= bound * ENOUGH else _stock(flow, durations, limits)
+    if stock is not None and (best is None or stock[1] < best.step_s):
+        return Found(schedule=stock[0], step_s=stock[1], bound_s=bound, tries=count)
     if best is None:
         assert failure is not None
         raise failure
-    return Found(schedule=best[0], step_s=best[1], bound_s=bound, tries=count)
+    return Found(schedule=best.schedule(), step_s=best.step_s, bound_s=bound, tries=count)
+
+
+def _stock(flow: Flow, durations: Durations, limits: Sequence[Limit]) -> tuple[Schedule, float] | None:
+    """1F1B and its seconds; None where it does not fit."""
+    schedule = one_f_one_b(flow.stages, flow=flow)
+    fits = all(
+        peak_samples(schedule, stage, cell, limits[stage].kept_share) <= limits[stage].samples + 1e-9
+        for stage, cell in schedule.cells()
+    )
+    return (schedule, Program(schedule, flow).run(durations).step_s) if fits else None
 
 
 def bound_s(flow: Flow, durations: Durations, limits: Sequence[Limit] | None = None, *, split: bool = True) -> float:
@@ -212,10 +220,3 @@ class _Tastes:
                 else:
                     tastes[i] = replace(tastes[i], deferred=(0, 1, 2, NO_MATTER)[stock])
         return tuple(tastes)
-
-
-def _fits(schedule: Schedule, limits: Sequence[Limit]) -> bool:
-    return all(
-        peak_samples(schedule, stage, cell, limits[stage].kept_share) <= limits[stage].samples + 1e-9
-        for stage, cell in schedule.cells()
-    )

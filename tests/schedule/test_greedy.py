@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elas.schedule.actions import format_order
+from megatron_elas.schedule.actions import StageItems, format_order
 from megatron_elas.schedule.checks import check_schedule, peak_samples
 from megatron_elas.schedule.greedy import NO_MATTER, Limit, Taste, greedy
 from megatron_elas.schedule.items import deal_round, reshape
@@ -47,11 +47,9 @@ def test_an_order_is_whole_keeps_to_memory_and_takes_as_long_as_it_says(data: st
 
 
 @given(all_items())
-def test_with_room_for_all_there_is_always_an_order(items: object) -> None:
-    stages = items  # the strategy's type is known to the helper below only
-    assert isinstance(stages, tuple)
-    limits = [Limit(samples=1e9, kept_share=1.0)] * len(stages)
-    schedule, _ = greedy(Flow(stages), unit_durations(stages), limits, [Taste(split=True)] * len(stages))
+def test_with_room_for_all_there_is_always_an_order(items: tuple[StageItems, ...]) -> None:
+    limits = [Limit(samples=1e9, kept_share=1.0)] * len(items)
+    schedule, _ = greedy(Flow(items), unit_durations(items), limits, [Taste(split=True)] * len(items))
     check_schedule(schedule, limits)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from megatron_elas.schedule.actions import StageItems, format_order
 from megatron_elas.schedule.checks import check_schedule, peak_samples
-from megatron_elas.schedule.items import cut, deal_round
+from megatron_elas.schedule.items import deal_round
 from megatron_elas.schedule.one_f_one_b import one_f_one_b, stock_warmup
 from megatron_elas.schedule.timing import Deadlock
 from tests.schedule.cases import all_items
@@ -51,9 +51,3 @@ def test_items_in_opposite_orders_need_all_forward_passes_first() -> None:
     first = deal_round(3, 1, 1)
     turned = (tuple(reversed(first[0])),)
     assert one_f_one_b([first, turned]).forwards_first(0, 0) == 3
-
-
-def test_items_that_can_never_be_run_in_their_order_are_refused() -> None:
-    left, right = deal_round(4, 1, 2)
-    crossed = (cut(4, [[1, 1, 1, 1]])[0][::-1],)
-    assert one_f_one_b([(left, right), crossed]).forwards_first(0, 0) == 2
