@@ -79,6 +79,32 @@ def receives_ahead(schedule: Schedule) -> int:
     return low
 
 
+def out_of_order(schedule: Schedule) -> tuple[tuple[Action, Action], ...]:
+    """Pairs of actions of one cell whose results another cell takes in the opposite order.
+
+    Transports that match messages by a tag do not care; one that hands them over in the order of sending has to receive
+    the second one's early. Each pair is (sent first, taken first).
+    """
+    flow = Flow(schedule.items)
+    place = {action: i for cells in schedule.orders for order in cells for i, action in enumerate(order)}
+    pairs = []
+    for stage, cell in schedule.cells():
+        taken: dict[tuple[str, int], tuple[int, Action]] = {}
+        for action in schedule.orders[stage][cell]:
+            if action.kind == "W":
+                continue
+            item = flow.index[stage][action.item]
+            for other, _ in flow.after[item] if action.kind == "F" else flow.before[item]:
+                receiver = flow.cell_of[other]
+                target = Action(flow.stage_of_cell[receiver], action.kind, flow.items[other].number)
+                latest = taken.get((action.kind, receiver), (-1, action))
+                if place[target] < latest[0]:
+                    pairs.append((latest[1], action))
+                else:
+                    taken[action.kind, receiver] = place[target], action
+    return tuple(pairs)
+
+
 def _faults_of_order(schedule: Schedule, stage: int, cell: int) -> list[Fault]:
     faults = []
     numbers = {item.number for item in schedule.items[stage][cell]}

@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from megatron_elas.schedule.actions import Schedule, StageItems, parse_order
-from megatron_elas.schedule.checks import check_schedule, find_faults, peak_samples, receives_ahead
+from megatron_elas.schedule.actions import Action, Schedule, StageItems, parse_order
+from megatron_elas.schedule.checks import (
+    check_schedule,
+    find_faults,
+    out_of_order,
+    peak_samples,
+    receives_ahead,
+)
 from megatron_elas.schedule.greedy import Limit, Taste, greedy
 from megatron_elas.schedule.items import deal_round
 from megatron_elas.schedule.one_f_one_b import one_f_one_b
@@ -88,3 +94,19 @@ def test_receives_posted_as_far_ahead_as_an_order_is_long_never_block(items: tup
     schedule = one_f_one_b(items)
     longest = max(len(order) for cells in schedule.orders for order in cells)
     assert 0 <= receives_ahead(schedule) < max(1, longest)
+
+
+def test_results_that_are_taken_in_another_order_than_they_are_sent_are_found() -> None:
+    items = (deal_round(3, 1, 1), deal_round(3, 1, 1))
+    straight = one_f_one_b(items)
+    assert out_of_order(straight) == ()
+    orders = ((parse_order("0F0 0F1 0F2 0B1 0B0 0B2"),), straight.orders[1])
+    turned = Schedule(items=items, orders=orders)
+    check_schedule(turned)
+    assert out_of_order(turned) == ((Action(1, "B", 0), Action(1, "B", 1)),)
+
+
+@settings(max_examples=30)
+@given(all_items())
+def test_1f1b_takes_everything_in_the_order_of_sending(items: tuple[StageItems, ...]) -> None:
+    assert out_of_order(one_f_one_b(items)) == ()

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_elas.schedule.actions import Schedule, parse_order
 from megatron_elas.schedule.checks import check_schedule, peak_samples
 from megatron_elas.schedule.greedy import Limit
 from megatron_elas.schedule.items import deal_round
 from megatron_elas.schedule.one_f_one_b import one_f_one_b
 from megatron_elas.schedule.routes import Flow
 from megatron_elas.schedule.split_backward import bound_s, split_backward
-from megatron_elas.schedule.timing import Deadlock, Durations, time_schedule
+from megatron_elas.schedule.timing import Deadlock, Durations, Program, time_schedule
 from tests.schedule.cases import all_items, durations_of, times, unit_durations
 
 
@@ -85,3 +86,39 @@ def test_memory_for_not_even_one_item_is_refused() -> None:
     items = [deal_round(4, 2, 2)] * 2
     with pytest.raises(Deadlock, match="holds 0 samples of at most 1 and can take no more"):
         split_backward(items, unit_durations(items), [Limit(samples=1)] * 2)
+
+
+def arrangements(items: int) -> list[tuple[str, ...]]:
+    """Every order of F, B and W of so many items, each kind in order of the items, B after F and W after B."""
+    found: list[tuple[str, ...]] = []
+
+    def go(order: tuple[str, ...], counts: tuple[int, int, int]) -> None:
+        if counts == (items,) * 3:
+            found.append(order)
+        for kind, most in enumerate((items, counts[0], counts[1])):
+            if counts[kind] < most:
+                more = tuple(count + (k == kind) for k, count in enumerate(counts))
+                go((*order, f"{'FBW'[kind]}{counts[kind]}"), (more[0], more[1], more[2]))
+
+    go((), (0, 0, 0))
+    return found
+
+
+@pytest.mark.parametrize("first", [(1, 1, 1), (3, 4, 2), (2, 3, 3)])
+@pytest.mark.parametrize("second", [(1, 1, 1), (4, 5, 3), (1, 2, 2)])
+def test_two_stages_get_the_best_of_all_orders(first: tuple[float, ...], second: tuple[float, ...]) -> None:
+    items = (deal_round(3, 1, 1),) * 2
+    flow = Flow(items)
+    durations = Durations.of([times(*first), times(*second)], items)
+    orders = [
+        [parse_order(" ".join(f"{stage}{word}" for word in order)) for order in arrangements(3)] for stage in (0, 1)
+    ]
+    best = float("inf")
+    for upper, lower in product(*orders):
+        try:
+            program = Program(Schedule(items=items, orders=((upper,), (lower,))), flow)
+        except Deadlock:
+            continue
+        best = min(best, program.run(durations).step_s)
+    found = split_backward(items, durations, [Limit(samples=9, kept_share=1.0)] * 2)
+    assert found.step_s == pytest.approx(best)
