@@ -14,9 +14,15 @@ bytes per token and layer forward, two more backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 from megatron_elas.planner.memory import layer_activations, layer_parameters
-from megatron_elas.spec.cluster import Cluster
-from megatron_elas.spec.cost import JobCost, UnitCost, Work
+from megatron_elas.schedule.actions import StageItems
+from megatron_elas.schedule.greedy import Limit
+from megatron_elas.schedule.timing import Durations
+from megatron_elas.spec.cluster import Cluster, Link
+from megatron_elas.spec.cost import JobCost, PassTime, UnitCost, Work
 from megatron_elas.spec.job_profile import JobProfile
 from megatron_elas.spec.shape import ModelShape, TrainingShape
 from megatron_elas.spec.shards import SLOTS, VERSIONS
@@ -43,6 +49,55 @@ def estimate_job(job: JobProfile, cluster: Cluster) -> JobCost:
         optimizer_bytes=8 if element == 4 else 12,
         optimizer_sharded=job.training.sharded_optimizer,
         copy_bytes=VERSIONS * len(SLOTS) * 4,
+    )
+
+
+def stage_durations(
+    cost: JobCost,
+    cuts: Sequence[int],
+    items: Sequence[StageItems],
+    *,
+    clocks: Sequence[float] | None = None,
+    link: Link | None = None,
+) -> Durations:
+    """How long passes and transfers take on stages of these layers.
+
+    Args:
+        cost: Of the job.
+        cuts: Stage ``s`` has layers ``[cuts[s], cuts[s + 1])``; one more than stages.
+        items: Of every stage and cell.
+        clocks: Of every stage; None: the nominal one.
+        link: Between stages; None: transfers take no time.
+    """
+    clocks = clocks or (1.0,) * len(items)
+    times = [cost.stage_times(first, last, clock) for (first, last), clock in zip(pairwise(cuts), clocks, strict=True)]
+    links = [PassTime(sample_s=cost.boundary_bytes / link.bandwidth, fixed_s=link.latency_s)] if link else []
+    return Durations.of(times, items, links * (len(items) - 1))
+
+
+def stage_limits(
+    cost: JobCost, cuts: Sequence[int], items: Sequence[StageItems], memory_bytes: int
+) -> tuple[Limit, ...]:
+    """How many samples fit on the cells of stages of these layers, beside their state.
+
+    Args:
+        cost: Of the job.
+        cuts: As for ``stage_durations``.
+        items: Of every stage and cell.
+        memory_bytes: Of a device, as far as a plan may fill it.
+    """
+    return tuple(
+        Limit(
+            samples=cost.samples_that_fit(
+                first,
+                last,
+                cells=len(cells),
+                memory_bytes=memory_bytes,
+                largest_item=max(item.samples for own in cells for item in own),
+            ),
+            kept_share=cost.kept_share(first, last),
+        )
+        for (first, last), cells in zip(pairwise(cuts), items, strict=True)
     )
 
 

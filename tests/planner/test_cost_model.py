@@ -7,8 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_elas.planner.cost_model import estimate_job
+from megatron_elas.planner.cost_model import estimate_job, stage_durations, stage_limits
 from megatron_elas.planner.memory import count_parameters, estimate_activations, total_parameters
+from megatron_elas.schedule.items import deal_round, reshape
+from megatron_elas.schedule.split_backward import split_backward
 from megatron_elas.spec.cluster import load_cluster
 from megatron_elas.spec.job_profile import load_job
 
@@ -82,3 +84,32 @@ def test_more_lanes_share_the_matrices_but_pay_for_collectives() -> None:
     assert four.forward.compute_s == pytest.approx(one.forward.compute_s / 4)
     assert four.forward.steady_s > one.forward.steady_s
     assert four.parameters == pytest.approx(one.parameters / 4, rel=1e-3)
+
+
+def test_durations_of_stages_follow_layers_clocks_and_the_link() -> None:
+    cluster = load_cluster("gpu-96")
+    cost = estimate_job(load_job("llama2-7b"), cluster)
+    items = [deal_round(4, 2, 2), deal_round(4, 2, 1)]
+    cuts = (0, 14, 32)
+    durations = stage_durations(cost, cuts, items, clocks=(1.0, 0.9), link=cluster.between)
+    assert [len(cells) for cells in durations.cells] == [2, 1]
+    assert durations.cells[0][1] == cost.stage_times(0, 14)
+    assert durations.cells[1][0] == cost.stage_times(14, 32, 0.9)
+    assert durations.links[0].seconds(2) == pytest.approx(cluster.between.transfer_s(2 * cost.boundary_bytes))
+    assert stage_durations(cost, cuts, items).links[0].seconds(2) == 0
+
+
+def test_an_order_within_the_limits_of_stages_fits_the_devices() -> None:
+    cluster = load_cluster("npu-96")
+    cost = estimate_job(load_job("llama2-7b"), cluster)
+    items = [reshape(32, 1, 3 if stage == 1 else 4, 4) for stage in range(4)]
+    cuts = (0, 8, 16, 24, 32)
+    limits = stage_limits(cost, cuts, items, cluster.device.usable_bytes)
+    found = split_backward(items, stage_durations(cost, cuts, items, link=cluster.between), limits, tries=2)
+    assert found.step_s < 1.1 * found.bound_s
+    for stage, (first, last) in enumerate(pairwise(cuts)):
+        largest = max(item.samples for own in items[stage] for item in own)
+        full = cost.device_bytes(
+            first, last, cells=len(items[stage]), in_flight=limits[stage].samples, largest_item=largest
+        )
+        assert full == pytest.approx(cluster.device.usable_bytes, rel=1e-6)
