@@ -54,7 +54,7 @@ def split_backward(
         items: Of every stage and cell.
         durations: Of passes and transfers.
         limits: Memory of every stage's cells.
-        tries: Most orders to try, besides 1F1B. One takes about 3 microseconds per action on a server of 2024.
+        tries: Most orders to try, besides 1F1B. One takes some ten times as long as timing an order that is there.
         split: False: weight gradients stay part of backward passes.
         flow: Of the items, when there is one already.
 
