@@ -33,26 +33,20 @@ class Slice(NamedTuple):
         return self.stop - self.start
 
 
+Range = tuple[int, int, int]
+"""Start, stop, and which of a stage's items it belongs to."""
+
+
 def route(senders: StageItems, receivers: StageItems) -> tuple[Slice, ...]:
     """What crosses the boundary between two stages, ascending by sample.
 
     Raises:
         BadUsage: A sample is on one of the stages only, or twice on one.
     """
-    sent, received = _spread(senders), _spread(receivers)
-    if sent[-1][1] != received[-1][1]:
-        raise BadUsage(f"one stage holds {sent[-1][1]} samples and the other {received[-1][1]}: both hold the batch")
-    slices = []
-    i = j = at = 0
-    while i < len(sent):
-        _, stop, cell, number = sent[i]
-        _, other_stop, other_cell, other_number = received[j]
-        end = min(stop, other_stop)
-        slices.append(Slice(at, end, cell, number, other_cell, other_number))
-        at = end
-        i += end == stop
-        j += end == other_stop
-    return tuple(slices)
+    (sent_ranges, sent), (received_ranges, received) = _spread(senders), _spread(receivers)
+    return tuple(
+        Slice(start, stop, *sent[i], *received[j]) for start, stop, i, j in _sweep(sent_ranges, received_ranges)
+    )
 
 
 def route_all(items: Sequence[StageItems]) -> tuple[tuple[Slice, ...], ...]:
@@ -66,23 +60,42 @@ def route_all(items: Sequence[StageItems]) -> tuple[tuple[Slice, ...], ...]:
     return tuple(boundaries)
 
 
-def _spread(items: StageItems) -> list[tuple[int, int, int, int]]:
-    """(start, stop, cell, number) of every range of a stage, ascending by sample. Raises BadUsage."""
-    ranges = sorted(
-        (start, stop, cell, item.number)
-        for cell, own in enumerate(items)
-        for item in own
-        for start, stop in item.ranges
-    )
+def _spread(items: StageItems) -> tuple[list[Range], list[tuple[int, int]]]:
+    """A stage's ranges, and the (cell, number) of its items."""
+    places = [(cell, item.number) for cell, own in enumerate(items) for item in own]
+    return _ranges([item for own in items for item in own]), places
+
+
+def _ranges(items: Sequence[Item]) -> list[Range]:
+    """All ranges of a stage's items, ascending. Raises BadUsage unless they are the batch, once."""
+    ranges = sorted((start, stop, i) for i, item in enumerate(items) for start, stop in item.ranges)
     at = 0
-    for start, stop, _, number in ranges:
+    for start, stop, i in ranges:
         if start != at or stop <= start:
             what = "twice" if start < at else "on no item"
-            raise BadUsage(f"sample {min(start, at)} is {what} (next: item {number} with {start} to {stop})")
+            raise BadUsage(f"sample {min(start, at)} is {what} (next: item {items[i].number} with {start} to {stop})")
         at = stop
     if not ranges:
         raise BadUsage("a stage holds no samples")
     return ranges
+
+
+def _sweep(sent: list[Range], received: list[Range]) -> list[tuple[int, int, int, int]]:
+    """(start, stop, sender's item, receiver's item) of all that crosses. Raises BadUsage."""
+    if sent[-1][1] != received[-1][1]:
+        raise BadUsage(f"one stage holds {sent[-1][1]} samples and the other {received[-1][1]}: both hold the batch")
+    crossing = []
+    j = at = 0
+    _, other_stop, other = received[0]
+    for _, stop, item in sent:
+        while at < stop:
+            end = stop if stop < other_stop else other_stop
+            crossing.append((at, end, item, other))
+            at = end
+            if at == other_stop and j + 1 < len(received):
+                j += 1
+                _, other_stop, other = received[j]
+    return crossing
 
 
 class Flow:
@@ -122,12 +135,18 @@ class Flow:
         """Of every item: (item of the earlier stage, samples) that it receives activations from."""
         self.after: list[list[tuple[int, int]]] = [[] for _ in self.items]
         """Of every item: (item of the later stage, samples) that it receives gradients from."""
-        for stage, slices in enumerate(route_all(items)):
-            upper, lower = self.index[stage], self.index[stage + 1]
-            for start, stop, _, sent, _, received in slices:
-                i, j = upper[sent], lower[received]
-                self.before[j].append((i, stop - start))
-                self.after[i].append((j, stop - start))
+        starts = [self.own[first].start for first in self.first_cell]
+        ranges: list[list[Range]] = []
+        for stage, (start, stop) in enumerate(pairwise([*starts, len(self.items)])):
+            try:
+                ranges.append(_ranges(self.items[start:stop]))
+                crossing = _sweep(*ranges[-2:]) if stage else []
+            except BadUsage as error:
+                raise BadUsage(f"stage {stage}: {error}") from error
+            for begin, end, i, j in crossing:
+                i, j = starts[stage - 1] + i, start + j
+                self.before[j].append((i, end - begin))
+                self.after[i].append((j, end - begin))
 
     @property
     def num_cells(self) -> int:

@@ -63,7 +63,7 @@ def split_backward(
     """
     flow = flow or Flow(items)
     problem = Problem(flow, durations, limits)
-    bound = bound_s(flow, durations, limits, split=split)
+    bound = bound_s(items, durations, limits, split=split)
     tastes = _Tastes(flow, durations, split)
     best: Run | None = None
     failure: Deadlock | None = None
@@ -99,7 +99,9 @@ def _stock(flow: Flow, durations: Durations, limits: Sequence[Limit]) -> tuple[S
     return (schedule, Program(schedule, flow).run(durations).step_s) if fits else None
 
 
-def bound_s(flow: Flow, durations: Durations, limits: Sequence[Limit] | None = None, *, split: bool = True) -> float:
+def bound_s(
+    items: Sequence[StageItems], durations: Durations, limits: Sequence[Limit] | None = None, *, split: bool = True
+) -> float:
     """Seconds that no order is shorter than.
 
     Of every cell: it waits for its first item's way down. Until the first gradient comes back from the last stage it
@@ -107,15 +109,15 @@ def bound_s(flow: Flow, durations: Durations, limits: Sequence[Limit] | None = N
     up to stage 0, where one more weight gradient follows; meanwhile the cell may run weight gradients of its own.
 
     Args:
-        flow: Of the items.
+        items: Of every stage and cell.
         durations: Of passes and transfers.
         limits: Memory of every stage; None: enough.
         split: False: weight gradients are part of backward passes.
     """
-    ends = [_shortest(stage, flow, durations) for stage in range(len(flow.stages))]
+    ends = [_shortest(cells, times) for cells, times in zip(items, durations.cells, strict=True)]
     links = [link.seconds(1) for link in durations.links]
     best = 0.0
-    for stage, cells in enumerate(flow.stages):
+    for stage, cells in enumerate(items):
         down = sum(ends[s].forward + links[s] for s in range(stage))
         up = sum(ends[s].back + links[s] + (0.0 if split else ends[s].weight) for s in range(stage))
         turn = sum(ends[s].forward + ends[s].back + 2 * links[s - 1] for s in range(stage + 1, len(ends)))
@@ -142,10 +144,10 @@ class _Shortest(NamedTuple):
     weight: float
 
 
-def _shortest(stage: int, flow: Flow, durations: Durations) -> _Shortest:
+def _shortest(cells: StageItems, times_of: Sequence[StageTimes]) -> _Shortest:
     passes = [
         (times.forward.seconds(least), times.input_gradient.seconds(least), times.weight_gradient.seconds(least))
-        for times, own in zip(durations.cells[stage], flow.stages[stage], strict=True)
+        for times, own in zip(times_of, cells, strict=True)
         if own
         for least in [min(item.samples for item in own)]
     ]

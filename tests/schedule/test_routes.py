@@ -57,11 +57,28 @@ def test_a_sample_that_is_missing_or_twice_on_a_stage_is_refused(receivers: Stag
     with pytest.raises(BadUsage) as caught:
         route_all([deal_round(4, 1, 1), receivers])
     assert str(caught.value) == f"between stages 0 and 1: {sentence}"
+    with pytest.raises(BadUsage) as caught:
+        Flow([deal_round(4, 1, 1), receivers])
+    assert str(caught.value) == f"stage 1: {sentence}"
 
 
 def test_a_number_that_is_used_twice_on_a_stage_is_refused() -> None:
     with pytest.raises(BadUsage, match="stage 0 has two items of number 1"):
         Flow([((Item(1, ((0, 1),)),), (Item(1, ((1, 2),)),))])
+
+
+@settings(max_examples=40)
+@given(all_items())
+def test_a_flow_has_the_slices_of_the_routes(items: tuple[StageItems, ...]) -> None:
+    flow = Flow(items)
+    for stage, slices in enumerate(route_all(items)):
+        pairs = [
+            (flow.index[stage][piece.sent_item], flow.index[stage + 1][piece.received_item], piece.samples)
+            for piece in slices
+        ]
+        upper, lower = flow.index[stage].values(), flow.index[stage + 1].values()
+        assert sorted(pairs) == sorted((i, j, part) for i in upper for j, part in flow.after[i])
+        assert sorted(pairs) == sorted((i, j, part) for j in lower for i, part in flow.before[j])
 
 
 def test_a_flow_finds_cells_and_items_by_their_numbers() -> None:

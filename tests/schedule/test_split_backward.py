@@ -42,7 +42,7 @@ def test_the_bound_holds_for_1f1b_too(data: st.DataObject) -> None:
     durations = data.draw(durations_of(items))
     step = time_schedule(one_f_one_b(items), durations).step_s
     for split in (False, True):
-        assert bound_s(Flow(items), durations, split=split) <= step * (1 + 1e-9)
+        assert bound_s(items, durations, split=split) <= step * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("lost", [0, 3, 7])
