@@ -17,6 +17,7 @@ from megatron_elas.planner.plan import share_items
 from megatron_elas.runtime.channels import PIPELINE
 from megatron_elas.runtime.communicator.buffers import as_bytes
 from megatron_elas.runtime.transport.base import Part, Transport
+from megatron_elas.schedule.one_f_one_b import stock_warmup
 from megatron_elas.spec.layout import Seat
 from megatron_elas.spec.plan import ElasticPlan
 
@@ -65,18 +66,12 @@ class Route:
 
     @property
     def warmup(self) -> int:
-        """Forward passes before the first backward pass.
+        """Forward passes before forward and backward take turns.
 
-        Stock 1F1B has one per later stage. A stage feeding a wider one needs more: each of the wider
-        stage's cells must get its first micro-batch before it is asked for a collective that all of them
-        join (the lazy parameter gather deadlocked here with stock warm-up).
+        Stages with different numbers of cells need other ones than the stock schedule has; the lazy parameter gather,
+        which all cells of a stage join before their first pass, deadlocked here with those.
         """
-        stages = self.plan.placement.stages
-        later = stages[self.seat.stage + 1 :]
-        if not later:
-            return 0
-        widest = max(len(stage) for stage in later)
-        return len(later) * -(-widest // len(stages[self.seat.stage]))
+        return stock_warmup(self.seat.stage, [len(stage) for stage in self.plan.placement.stages])
 
 
 class RoutedPipeline:

@@ -60,7 +60,7 @@ def count_parameters(shape: ModelShape, stage: int, tensor_parallel: int) -> int
     """Parameters of one lane of a stage. The first stage has the embedding, the last the final norm and the head."""
     last = len(shape.layers) - 1
     embedding = shape.vocab * shape.hidden // tensor_parallel
-    total = shape.layers[stage] * _layer_parameters(shape, tensor_parallel)
+    total = shape.layers[stage] * layer_parameters(shape, tensor_parallel)
     if stage == 0:
         total += embedding + shape.positions * shape.hidden
     if stage == last:
@@ -69,7 +69,8 @@ def count_parameters(shape: ModelShape, stage: int, tensor_parallel: int) -> int
     return total
 
 
-def _layer_parameters(shape: ModelShape, tensor_parallel: int) -> int:
+def layer_parameters(shape: ModelShape, tensor_parallel: int) -> int:
+    """Parameters of one lane of a transformer layer."""
     hidden, queries = shape.hidden, shape.heads * shape.head_size
     projected = queries + 2 * shape.kv_heads * shape.head_size
     widened = (2 if shape.gated else 1) * shape.ffn
@@ -142,7 +143,7 @@ def estimate_activations(
     stages = len(shape.layers)
     tokens = micro_batch_size * shape.sequence
     lanes = tensor_parallel if training.sequence_parallel else 1
-    layer = _layer_activations(shape, training, tensor_parallel)
+    layer = layer_activations(shape, training, tensor_parallel)
     recomputed = 0.0
     if training.recompute == "full":
         layer, recomputed = training.weight_bytes * shape.hidden / lanes, layer
@@ -156,8 +157,8 @@ def estimate_activations(
     return round(total * tokens)
 
 
-def _layer_activations(shape: ModelShape, training: TrainingShape, tensor_parallel: int) -> float:
-    """Bytes per token of one layer."""
+def layer_activations(shape: ModelShape, training: TrainingShape, tensor_parallel: int) -> float:
+    """Bytes per token that a lane keeps of one layer for its backward pass, without full recomputation."""
     element = training.weight_bytes
     lanes = tensor_parallel if training.sequence_parallel else 1
     queries = shape.heads * shape.head_size

@@ -99,6 +99,12 @@ def test_every_shape_of_pipeline_runs_to_its_end(depth: int) -> None:
         assert not stuck, f"cells per stage {sizes}: stuck at {stuck}"
 
 
+@pytest.mark.parametrize("sizes", [(4, 3, 4, 4, 4, 4), (6, 6, 5, 6, 6, 6), (1, 3, 2, 3, 1, 2, 3, 3)])
+def test_deep_pipelines_run_to_their_end(sizes: tuple[int, ...]) -> None:
+    """One warm-up per later stage, times the widest over the own width, hung in the first: stage 1 ran ahead of 0."""
+    assert not run_all(make_plan(sizes, 8 * max(sizes)))
+
+
 def test_stock_warm_up_would_hang_where_a_narrow_stage_feeds_a_wider_one(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = property(lambda route: route.plan.placement.num_stages - route.seat.stage - 1)
     monkeypatch.setattr(Route, "warmup", stock)

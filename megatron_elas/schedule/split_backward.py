@@ -1,0 +1,232 @@
+"""Orders for any items that are as short as a search finds: weight gradients fill what would be bubbles.
+
+Where backward is split, a cell sends the input's gradient on before it computes the weights' one, and computes that
+when it has nothing better to do. The memory of what a weight gradient needs is part of the limit.
+
+The search tries greedy orders (``schedule.greedy``) with different tastes and keeps the best. It stops when the order
+is as short as the bound that no order beats, or when its tries are spent. It is deterministic, and more tries begin
+with those that fewer have, so that more never give a slower order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megatron_elas.schedule.actions import CellItems, Schedule, StageItems
+from megatron_elas.schedule.checks import peak_samples
+from megatron_elas.schedule.greedy import NO_MATTER, Limit, Problem, Run, Taste
+from megatron_elas.schedule.items import count_samples
+from megatron_elas.schedule.one_f_one_b import one_f_one_b, stock_warmup
+from megatron_elas.schedule.routes import Flow
+from megatron_elas.schedule.timing import Deadlock, Durations, Program
+from megatron_elas.spec.cost import StageTimes
+
+ENOUGH = 1 + 1e-9
+"""An order within this factor of the bound is as good as it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The best of the orders that were tried."""
+
+    schedule: Schedule
+    step_s: float
+    bound_s: float
+    """No order of these items is shorter; one that is as short may not exist."""
+    tries: int
+
+
+def split_backward(
+    items: Sequence[StageItems],
+    durations: Durations,
+    limits: Sequence[Limit],
+    *,
+    tries: int = 12,
+    split: bool = True,
+    flow: Flow | None = None,
+) -> Found:
+    """The best order found; never slower than 1F1B of the same items, where that fits the limits.
+
+    Args:
+        items: Of every stage and cell.
+        durations: Of passes and transfers.
+        limits: Memory of every stage's cells.
+        tries: Most orders to try, besides 1F1B. One takes some ten times as long as timing an order that is there.
+        split: False: weight gradients stay part of backward passes.
+        flow: Of the items, when there is one already.
+
+    Raises:
+        Deadlock: Memory is too small for every order that was tried.
+    """
+    flow = flow or Flow(items)
+    problem = Problem(flow, durations, limits)
+    bound = bound_s(items, durations, limits, split=split)
+    tastes = _Tastes(flow, durations, split)
+    best: Run | None = None
+    failure: Deadlock | None = None
+    count = 0
+    for count, taste in enumerate(tastes, 1):
+        if count > tries or (best is not None and best.step_s <= bound * ENOUGH):
+            count -= 1
+            break
+        try:
+            run = problem.run(taste)
+        except Deadlock as error:
+            failure = error
+            continue
+        if best is None or run.step_s < best.step_s:
+            best = run
+        tastes.tell(taste, run.step_s)
+    stock = None if best is not None and best.step_s <= bound * ENOUGH else _stock(flow, durations, limits)
+    if stock is not None and (best is None or stock[1] < best.step_s):
+        return Found(schedule=stock[0], step_s=stock[1], bound_s=bound, tries=count)
+    if best is None:
+        assert failure is not None
+        raise failure
+    return Found(schedule=best.schedule(), step_s=best.step_s, bound_s=bound, tries=count)
+
+
+def _stock(flow: Flow, durations: Durations, limits: Sequence[Limit]) -> tuple[Schedule, float] | None:
+    """1F1B and its seconds; None where it does not fit."""
+    schedule = one_f_one_b(flow.stages, flow=flow)
+    fits = all(
+        peak_samples(schedule, stage, cell, limits[stage].kept_share) <= limits[stage].samples + 1e-9
+        for stage, cell in schedule.cells()
+    )
+    return (schedule, Program(schedule, flow).run(durations).step_s) if fits else None
+
+
+def bound_s(
+    items: Sequence[StageItems], durations: Durations, limits: Sequence[Limit] | None = None, *, split: bool = True
+) -> float:
+    """Seconds that no order is shorter than.
+
+    Of every cell: it waits for its first item's way down. Until the first gradient comes back from the last stage it
+    can only run forward passes, of as many samples as its memory holds. After its last backward pass the gradient goes
+    up to stage 0, where one more weight gradient follows; meanwhile the cell may run weight gradients of its own.
+
+    Args:
+        items: Of every stage and cell.
+        durations: Of passes and transfers.
+        limits: Memory of every stage; None: enough.
+        split: False: weight gradients are part of backward passes.
+    """
+    ends = [_shortest(cells, times) for cells, times in zip(items, durations.cells, strict=True)]
+    links = [link.seconds(1) for link in durations.links]
+    best = 0.0
+    for stage, cells in enumerate(items):
+        down = sum(ends[s].forward + links[s] for s in range(stage))
+        up = sum(ends[s].back + links[s] + (0.0 if split else ends[s].weight) for s in range(stage))
+        turn = sum(ends[s].forward + ends[s].back + 2 * links[s - 1] for s in range(stage + 1, len(ends)))
+        if not split:
+            turn += sum(ends[s].weight for s in range(stage + 1, len(ends)))
+        for times, own in zip(durations.cells[stage], cells, strict=True):
+            forward, back, weight = _work(times, own)
+            if not own:
+                continue
+            returned = down + ends[stage].forward + turn
+            early = min(forward, returned - down)
+            if limits is not None:
+                early = min(early, limits[stage].samples * (times.forward.sample_s + times.forward.fixed_s))
+            rest = returned + forward - early + back
+            best = max(best, rest + (max(weight, up + ends[0].weight if stage else 0.0) if split else weight + up))
+    return best
+
+
+class _Shortest(NamedTuple):
+    """The shortest passes of a stage, in seconds."""
+
+    forward: float
+    back: float
+    weight: float
+
+
+def _shortest(cells: StageItems, times_of: Sequence[StageTimes]) -> _Shortest:
+    passes = [
+        (times.forward.seconds(least), times.input_gradient.seconds(least), times.weight_gradient.seconds(least))
+        for times, own in zip(times_of, cells, strict=True)
+        if own
+        for least in [min(item.samples for item in own)]
+    ]
+    return _Shortest(*map(min, zip(*passes, strict=True)))
+
+
+def _work(times: StageTimes, own: CellItems) -> tuple[float, float, float]:
+    """Seconds of all forward passes, input gradients and weight gradients of a cell."""
+    samples, count = count_samples(own), len(own)
+    forward, back, weight = (
+        samples * passes.sample_s + count * passes.fixed_s
+        for passes in (times.forward, times.input_gradient, times.weight_gradient)
+    )
+    return forward, back, weight
+
+
+class _Tastes:
+    """What to try: some that are often good, then the best so far with small changes. Never ends."""
+
+    def __init__(self, flow: Flow, durations: Durations, split: bool) -> None:
+        widths = [len(cells) for cells in flow.stages]
+        self._split = split
+        self._stock = [stock_warmup(stage, widths) + 1 for stage in range(len(widths))]
+        work = [
+            max(sum(_work(times, own)) for times, own in zip(times_of, cells, strict=True))
+            for times_of, cells in zip(durations.cells, flow.stages, strict=True)
+        ]
+        self._busiest = work.index(max(work))
+        self._best: tuple[Taste, ...] = ()
+        self._best_s = float("inf")
+        # Seeded: the same sequence in every process, which a plan has to be.
+        self._random = random.Random(0)
+
+    def tell(self, tastes: Sequence[Taste], step_s: float) -> None:
+        """How long the step is that these gave."""
+        if step_s < self._best_s:
+            self._best, self._best_s = tuple(tastes), step_s
+
+    def __iter__(self) -> Iterator[tuple[Taste, ...]]:
+        yield from self._usual()
+        while True:
+            yield self._changed()
+
+    def _usual(self) -> Iterator[tuple[Taste, ...]]:
+        # In this order they were best together over 135 grids, memories and times, each after those before it.
+        busiest, count = self._busiest, len(self._stock)
+        plain = Taste(split=self._split)
+        if self._split:
+            eager, quick = replace(plain, forward_first=True, patience=0.3), replace(plain, patience=0.3)
+            yield tuple(eager if stage <= busiest else quick for stage in range(count))
+            yield (replace(plain, forward_first=True, deferred=1),) * count
+            yield tuple(replace(plain, patience=0.0 if stage == busiest else 1.0) for stage in range(count))
+            yield (replace(plain, forward_first=True, deferred=0),) * count
+            yield tuple(quick if stage <= busiest else eager for stage in range(count))
+            yield (eager,) * count
+            yield (replace(plain, deferred=2),) * count
+        else:
+            yield tuple(replace(plain, ahead=stock) for stock in self._stock)
+            yield tuple(replace(plain, ahead=stock + 1) for stock in self._stock)
+            yield tuple(replace(plain, ahead=2 * stock) for stock in self._stock)
+            yield tuple(replace(plain, forward_first=stage <= busiest) for stage in range(count))
+
+    def _changed(self) -> tuple[Taste, ...]:
+        draw = self._random
+        tastes = list(self._best or (Taste(split=self._split),) * len(self._stock))
+        for _ in range(draw.choice((1, 1, 2, 3))):
+            # One stage, or all from one on: neighbours want the same more often than not.
+            stage = draw.randrange(len(tastes))
+            stop = stage + 1 if draw.random() < 0.5 else len(tastes)
+            what, stock = draw.randrange(4 if self._split else 2), draw.choice((0, 1, 2, 3))
+            patience = draw.choice((0.0, 0.3, 0.6, 1.0, 1.5, 2.5))
+            for i in range(stage, stop):
+                if what == 0:
+                    ahead = self._stock[i] + stock if stock < 3 else NO_MATTER
+                    tastes[i] = replace(tastes[i], ahead=ahead)
+                elif what == 1:
+                    tastes[i] = replace(tastes[i], forward_first=not tastes[stage].forward_first)
+                elif what == 2:
+                    tastes[i] = replace(tastes[i], patience=patience)
+                else:
+                    tastes[i] = replace(tastes[i], deferred=(0, 1, 2, NO_MATTER)[stock])
+        return tuple(tastes)

@@ -1,0 +1,89 @@
+"""What a step took on one worker: measured by the job, compared with its plan, and fed back into its costs.
+
+A job writes one JSON object per line, ``json.dumps(as_table(report))``; ``read_step_reports`` reads such a file.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_elas.spec.device import require_not_negative, require_positive
+from megatron_elas.spec.errors import BadUsage
+from megatron_elas.spec.tables import build
+
+PASSES = ("forward", "backward", "input_gradient", "weight_gradient")
+"""Kinds of passes; backward is the two gradients in one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassTotal:
+    """All passes of one kind that a worker ran in a step, without the time it waited for their inputs."""
+
+    kind: str
+    """One of PASSES."""
+    passes: int
+    samples: int
+    """Of all these passes together."""
+    seconds: float
+    """Of all these passes together."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in PASSES:
+            raise BadUsage(f"kind is {self.kind!r}: write one of {', '.join(PASSES)}")
+        require_positive(self, "passes", "samples", "seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One worker's step."""
+
+    worker: int
+    epoch: int
+    step: int
+    first_layer: int
+    """Of the worker's stage."""
+    last_layer: int
+    """One past the last of the worker's stage."""
+    cells: int
+    """Of the worker's stage."""
+    step_s: float
+    """From the step's begin to its end, as training sees it."""
+    predicted_s: float | None = None
+    """What the plan said; None without a prediction."""
+    passes: tuple[PassTotal, ...] = ()
+    optimizer_s: float | None = None
+    """Of the optimizer's own computing; None when it was not measured."""
+    clock: float = 1.0
+    """That the device ran at; 1.0 is nominal."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "cells", "step_s", "clock")
+        require_not_negative(self, "first_layer")
+        if self.last_layer < self.first_layer:
+            raise BadUsage(f"layers [{self.first_layer}, {self.last_layer}) end before they begin")
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted time."""
+        return None if self.predicted_s is None else self.step_s / self.predicted_s
+
+
+def read_step_reports(path: Path) -> tuple[StepReport, ...]:
+    """The reports of a file with one JSON object per line. Raises BadUsage."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise BadUsage(f"{path} cannot be read ({error.strerror}): name another file") from error
+    reports = []
+    for number, line in enumerate(lines, 1):
+        where = f"{path}, line {number}"
+        try:
+            table = json.loads(line)
+        except ValueError as error:
+            raise BadUsage(f"{where} is no valid JSON ({error}): correct or remove it") from error
+        if not isinstance(table, dict):
+            raise BadUsage(f"{where} is no object: correct or remove it")
+        reports.append(build(StepReport, table, where))
+    return tuple(reports)
