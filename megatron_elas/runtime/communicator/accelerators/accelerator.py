@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,17 +20,18 @@ class Accelerator:
         """``device`` comes with its index and is the process's current one."""
         if device.type != driver.device_type or device.index is None:
             raise ValueError(f"expected a {driver.device_type} device with its index, got {device}")
-        self._driver = driver
+        self.driver = driver
         self._transport = transport
         self.device = device
         self._lock = threading.Lock()
         self._planes: weakref.WeakSet[DevicePlane] = weakref.WeakSet()
         self._stopping = threading.Lock()
         self._stopped = False
+        self._later: dict[object, Callable[[], None]] = {}
 
     def open_plane(self, name: str, members: Sequence[int]) -> DevicePlane:
         """A plane without inner group."""
-        plane = DevicePlane(self._driver, self._transport, self.device, name=name, members=members)
+        plane = DevicePlane(self.driver, self._transport, self.device, name=name, members=members)
         with self._lock:
             self._planes.add(plane)
         return plane
@@ -41,6 +42,19 @@ class Accelerator:
         with self._lock:
             return list(self._planes)
 
+    def start_later(self, key: object, start: Callable[[], None]) -> None:
+        """Have ``start`` called before the next operation on the device; once per ``key``."""
+        with self._lock:
+            self._later[key] = start
+
+    def start_waiting(self) -> None:
+        """Call what was put off: an operation behind it may need what the peer does only after receiving."""
+        if self._later:
+            with self._lock:
+                later, self._later = self._later, {}
+            for start in later.values():
+                start()
+
     def interrupt(self) -> None:
         """End what is in flight on the device. Any thread, after ``Transport.cancel``; may be called again.
 
@@ -49,7 +63,7 @@ class Accelerator:
         planes = self.planes
         with self._stopping:
             if not self._stopped and any(plane.inner is not None or plane.busy for plane in planes):
-                self._stopped = self._driver.stop(self.device)
+                self._stopped = self.driver.stop(self.device)
         for plane in planes:
             plane.interrupt(abort=not self._stopped)
 
@@ -62,7 +76,7 @@ class Accelerator:
                 kept.append((plane, plane.inner))
             elif self._stopped:
                 plane.drop()
-        if not self._driver.restart(self.device, [inner for _, inner in kept]):
+        if not self.driver.restart(self.device, [inner for _, inner in kept]):
             for plane, _ in kept:
                 plane.drop()
         self._stopped = False

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import Store
+from torch.distributed import Store, Work
 
 from megatron_elas.runtime.communicator.accelerators.failures import Failure
+from megatron_elas.runtime.communicator.accelerators.moves import Move
 
 Inner = Any
 """A ``c10d.Backend`` of the vendor: ``ProcessGroupNCCL`` or ``ProcessGroupHCCL``."""
@@ -32,13 +33,16 @@ class Driver(Protocol):
         """
 
     def connect(self, inner: Inner, device: torch.device, check: Callable[[], None]) -> None:
-        """Connect all members; everyone calls it. ``check`` raises when it is no longer worth the wait."""
+        """Connect all members; everyone calls it. ``check`` raises when it is no longer worth it; asked in between."""
 
     def can_shrink(self, inner: Inner) -> bool:
         """Whether ``shrink`` is there. Equal on all members."""
 
     def shrink(self, inner: Inner, excluded: Sequence[int], device: torch.device) -> Inner:
         """A connected inner group without the members at ``excluded``; survivors call it, and it ends ``inner``."""
+
+    def transfer(self, inner: Inner, moves: Sequence[Move]) -> Work | None:
+        """Start sends and receives as one, so that none waits for another of them."""
 
     def abort(self, inner: Inner) -> None:
         """End its operations and connections, without the others. Any thread may call it, also twice."""

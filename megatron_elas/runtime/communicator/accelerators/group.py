@@ -3,10 +3,10 @@
 Where the tensors lie decides: those on the accelerator go to the inner group, all others the way of
 ``ElasticProcessGroup``. Operations without tensors (``barrier``) stay on the transport and do not wait for the device.
 
-Collectives, and sends and receives inside ``_coalescing_manager`` or ``batch_isend_irecv``, use the inner group of all
-members: as with NCCL itself, all must take part in the first one of an epoch. A single send or receive uses an inner
-group of the two. While groups are muted between steps everything completes locally, as on the CPU; a reduction that the
-end of an epoch cuts short there leaves its tensors undefined on an accelerator.
+Collectives, and sends and receives inside ``_coalescing_manager``, use the inner group of all members: as with NCCL
+itself, all must take part in the first one of an epoch. Other sends and receives use an inner group of the two. While
+groups are muted between steps everything completes locally, as on the CPU; a reduction that the end of an epoch cuts
+short there leaves its tensors undefined on an accelerator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed import Work
 from megatron_elas.runtime.communicator.accelerators.accelerator import Accelerator
 from megatron_elas.runtime.communicator.accelerators.driver import Inner
 from megatron_elas.runtime.communicator.accelerators.inner_groups import InnerGroups
-from megatron_elas.runtime.communicator.accelerators.plane import DevicePlane
+from megatron_elas.runtime.communicator.accelerators.transfers import Transfers
 from megatron_elas.runtime.communicator.channels import INTRODUCTION, PAIR_INTRODUCTION
 from megatron_elas.runtime.communicator.process_group import ElasticProcessGroup, GroupOwner
 from megatron_elas.runtime.communicator.work import CompletedWork
@@ -66,7 +66,7 @@ class DeviceProcessGroup(ElasticProcessGroup):
         """As ``ElasticProcessGroup``; ``accelerator`` is the process's."""
         self._accelerator = accelerator
         self._plane = accelerator.open_plane(f"group {name}", members)
-        self._pairs: dict[int, DevicePlane] = {}
+        self._transfers = Transfers(accelerator, transport.worker, name, self._tolerate)
         self._batch: Inner | None = None
         super().__init__(owner, transport, name=name, members=members, channel=channel)
 
@@ -77,16 +77,12 @@ class DeviceProcessGroup(ElasticProcessGroup):
         super().edit(members, channel)
         self._leave_batch()
         self._plane.edit(self.members)
-        for peer in [peer for peer in self._pairs if peer not in self.members]:
-            pair = self._pairs.pop(peer)
-            pair.drop()
-            pair.clear()
-        for pair in self._pairs.values():
-            pair.edit(pair.members)
+        self._transfers.edit(self.members)
 
     def drain(self) -> None:
         """As ``ElasticProcessGroup.drain``. ``Accelerator.interrupt`` was called before."""
         super().drain()
+        self._transfers.edit(self.members)
         self._leave_batch()
 
     def _leave_batch(self) -> None:
@@ -97,7 +93,7 @@ class DeviceProcessGroup(ElasticProcessGroup):
 
     def shutdown(self) -> None:
         """End the inner groups too."""
-        for plane in (self._plane, *self._pairs.values()):
+        for plane in (self._plane, *self._transfers.planes):
             plane.interrupt()
             plane.drop()
             plane.clear()
@@ -118,21 +114,17 @@ class DeviceProcessGroup(ElasticProcessGroup):
         """What vendors' recovery functions call for their part: the inner groups that are there now."""
         if device.type != self._accelerator.device.type:
             return super()._get_backend(device)
-        planes = (self._plane, *self._pairs.values())
+        planes = (self._plane, *self._transfers.planes)
         return InnerGroups([plane.inner for plane in planes if plane.inner is not None])
 
     # ------------------------------------------------------------------ collectives
 
     def _on_device(self, kind: str, call: Callable[[Inner], Work | None], result: Any) -> Work:
         """Run an operation on the inner group of all members."""
-        return self._run(self._plane, INTRODUCTION, kind, call, result)
-
-    def _run(
-        self, plane: DevicePlane, introduction: int, kind: str, call: Callable[[Inner], Work | None], result: Any
-    ) -> Work:
-        part = self._batch is not None and plane is self._plane
+        self._accelerator.start_waiting()
+        part = self._batch is not None
         try:
-            work = plane.run(kind, call, self.channel + introduction, self._tolerate, part=part)
+            work = self._plane.run(kind, call, self.channel + INTRODUCTION, self._tolerate, part=part)
         except EpochChanged as error:
             if not self._tolerate(error):
                 raise
@@ -278,6 +270,7 @@ class DeviceProcessGroup(ElasticProcessGroup):
         if device.type != self._accelerator.device.type or self._owner.silent:
             super()._start_coalescing(device)
             return
+        self._accelerator.start_waiting()
         inner = self._plane.prepare("coalesced operations", self.channel + INTRODUCTION)
         inner._start_coalescing()
         self._batch = inner
@@ -291,13 +284,13 @@ class DeviceProcessGroup(ElasticProcessGroup):
     # ------------------------------------------------------------------ point to point
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Work:
-        """See ``ElasticProcessGroup``; on an accelerator not eager: it is done when the peer has received."""
+        """See ``ElasticProcessGroup``; on an accelerator not eager, but as ``transfers`` says."""
         if not self._takes(tensors):
             return super().send(tensors, dstRank, tag)
         return self._with_peer("send", tensors, dstRank, tag)
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Work:
-        """See ``ElasticProcessGroup``; on an accelerator it goes on at once, on a stream of its own."""
+        """See ``ElasticProcessGroup``; on an accelerator as ``transfers`` says."""
         if not self._takes(tensors):
             return super().recv(tensors, srcRank, tag)
         return self._with_peer("recv", tensors, srcRank, tag)
@@ -311,16 +304,7 @@ class DeviceProcessGroup(ElasticProcessGroup):
     def _with_peer(self, direction: str, tensors: list[Tensor], rank: int, tag: int) -> Work:
         if self._batch is not None:
             return self._on_device(direction, lambda inner: getattr(inner, direction)(tensors, rank, tag), tensors)
-        peer = self.members[rank]
-        pair = self._pairs.get(peer)
-        if pair is None:
-            both = tuple(sorted((self._transport.worker, peer)))
-            pair = self._accelerator.open_plane(f"workers {both[0]} and {both[1]} of group {self.group_name}", both)
-            self._pairs[peer] = pair
-        other = pair.members.index(peer)
-        return self._run(
-            pair, PAIR_INTRODUCTION, direction, lambda inner: getattr(inner, direction)(tensors, other, tag), tensors
-        )
+        return self._transfers.add(direction, tensors, self.members[rank], tag, self.channel + PAIR_INTRODUCTION)
 
 
 def _first(tensors: Any) -> Tensor:

@@ -18,10 +18,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import Store
+from torch.distributed import Store, Work
 
 from megatron_elas.runtime.communicator.accelerators.driver import Inner
 from megatron_elas.runtime.communicator.accelerators.failures import Failure, Sign, read_signs
+from megatron_elas.runtime.communicator.accelerators.moves import Move, transfer_as_one
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,17 @@ class HcclDriver:
     def shrink(self, inner: Inner, excluded: Sequence[int], device: torch.device) -> Inner:
         """Not there."""
         raise NotImplementedError("HCCL cannot shrink a communicator; make a new inner group")
+
+    def transfer(self, inner: Inner, moves: Sequence[Move]) -> Work | None:
+        """See ``Driver``."""
+        if len(moves) == 1:
+            return transfer_as_one(inner, moves)
+        work: Work | None = inner.batch_isend_irecv(
+            ["isend" if move.direction == "send" else "irecv" for move in moves],
+            [move.tensors[0] for move in moves],
+            [move.rank for move in moves],
+        )
+        return work
 
     def abort(self, inner: Inner) -> None:
         """See ``Driver``."""

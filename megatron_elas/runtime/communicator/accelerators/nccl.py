@@ -3,7 +3,9 @@
 Read in torch 2.13.0 (``_distributed_c10d.pyi``, docstrings of the bindings, headers) with NCCL 2.29.7; the tests
 compare the calls with the class that is installed.
 
-* Non-blocking: connecting can be given up, and abort never waits for a call that waits for a dead peer.
+* Non-blocking, so that no call of NCCL itself waits for a peer. torch does, with a time limit, when a communicator is
+  used before it is ready, and holds a lock meanwhile that abort wants too: NONBLOCKING_TIMEOUT_S. A peer that died is
+  noticed by NCCL before that, one that is stopped is not.
 * Connected at once and bound to the device, so sends and receives use the group's own communicator, and the store is
   needed only while connecting.
 * ``shrink`` needs NCCL 2.27. torch 2.13 has no way to add a member (it does not bind ``ncclCommGrow`` of NCCL 2.29), so
@@ -16,16 +18,16 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import Store
+from torch.distributed import Store, Work
 
 from megatron_elas.runtime.communicator.accelerators.driver import Inner
 from megatron_elas.runtime.communicator.accelerators.failures import Failure, Sign, read_signs
+from megatron_elas.runtime.communicator.accelerators.moves import Move, transfer_as_one
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,9 @@ WATCHDOG_OFF = {
     "TORCH_NCCL_BLOCKING_WAIT": "0",
 }
 """The epoch ends operations here, not torch's clock."""
+
+NONBLOCKING_TIMEOUT_S = 120
+"""In which a communicator must become ready (torch's default: 30 min). Taken where the environment says nothing."""
 
 SIGNS = (
     Sign("communicator was aborted", Failure.ABORTED),
@@ -58,8 +63,6 @@ SIGNS = (
 
 DEVICE_SIGNS = (Sign("uncorrectable ECC error", Failure.DEVICE),)
 
-_POLL_S = 0.0005
-
 
 class NcclDriver:
     """Makes and ends ``ProcessGroupNCCL`` objects."""
@@ -77,11 +80,11 @@ class NcclDriver:
             from torch.distributed import ProcessGroupNCCL as binding  # type: ignore[no-redef]
         self._binding: Any = binding
         self._timeout = timeout
-        self._pause = threading.Event()
         for name, value in WATCHDOG_OFF.items():
             if os.environ.get(name, value) != value:
                 logger.warning("%s was %s and is set to %s: epochs end operations here", name, os.environ[name], value)
             os.environ[name] = value
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(NONBLOCKING_TIMEOUT_S))
 
     def make(self, store: Store, rank: int, workers: Sequence[int], name: str, device: torch.device) -> Inner:
         """See ``Driver``."""
@@ -97,9 +100,9 @@ class NcclDriver:
     def connect(self, inner: Inner, device: torch.device, check: Callable[[], None]) -> None:
         """See ``Driver``."""
         inner.eager_connect_single_device(device)
-        while not inner._is_initialized():  # a non-blocking communicator can only be asked
-            check()
-            self._pause.wait(_POLL_S)
+        check()
+        inner.allreduce([torch.zeros(1, device=device)]).wait()  # torch waits for the communicator only when it is used
+        check()
 
     def can_shrink(self, inner: Inner) -> bool:
         """See ``Driver``. NCCL 2.27 or later, when torch was built and now."""
@@ -111,6 +114,10 @@ class NcclDriver:
         smaller.bound_device_id = device
         inner.abort()  # not shutdown, which would wait for the dead
         return smaller
+
+    def transfer(self, inner: Inner, moves: Sequence[Move]) -> Work | None:
+        """See ``Driver``."""
+        return transfer_as_one(inner, moves)
 
     def abort(self, inner: Inner) -> None:
         """See ``Driver``."""
@@ -134,4 +141,5 @@ class NcclDriver:
 
 
 def _runtime_version(inner: Inner) -> tuple[int, ...]:
-    return tuple(inner.get_runtime_nccl_version())
+    ask = getattr(inner, "get_runtime_nccl_version", torch.cuda.nccl.version)
+    return tuple(ask())

@@ -220,7 +220,8 @@ class DevicePlane:
             coming = self._coming
             self._in_flight.clear()
         if abort and coming is not None:
-            self._driver.abort(coming)
+            # On a thread of its own: the one that connects may hold a lock of the library as long as it waits.
+            threading.Thread(target=self._driver.abort, args=(coming,), name=f"abort-{self._name}", daemon=True).start()
         if abort and late:
             self.drop()
         return bool(late) or coming is not None

@@ -66,9 +66,9 @@ class DeviceWork(Work):
         return self.void or self._inner.is_completed()
 
     def unfinished(self) -> bool:
-        """Whether an abort now would cut it short."""
+        """Whether it still needs the inner group: a failed one counts as completed, but the device may be at it."""
         try:
-            return not self.is_completed()
+            return not self.is_completed() or self._inner.exception() is not None
         except RuntimeError:  # a failed operation is asked about: its result is not to be used
             return True
 

@@ -7,7 +7,6 @@ first member writes an id, the others read it. They move no data; an operation c
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -17,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import AllreduceOptions, Work
+
+from tests.runtime.workers import wait_until
 
 _ids = itertools.count(1)
 
@@ -30,6 +31,8 @@ class FakeWork(Work):
         super().__init__()
         self.done = done
         self.error: Exception | None = None
+        self.failed: Exception | None = None
+        """What ``exception`` tells."""
         self.waits: list[timedelta | None] = []
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -37,6 +40,9 @@ class FakeWork(Work):
         if self.error is not None:
             raise self.error
         return True
+
+    def exception(self) -> Exception | None:
+        return self.failed
 
     def is_completed(self) -> bool:
         if self.error is not None:
@@ -54,8 +60,8 @@ class Record:
         self.busy = False
         """Operations started from now on are in flight until the test completes them."""
         self.fail_next: Exception | None = None
-        self.initialized = threading.Event()
-        self.initialized.set()
+        self.ready = True
+        """Otherwise operations wait, as those of a communicator that is not ready."""
         self.shrinks = True
         self.shrink_error: Exception | None = None
         self.version = (2, 29, 7)
@@ -103,9 +109,6 @@ class FakeNccl:
         except Exception as error:  # as the real one: the reason becomes a text
             raise dist.DistBackendError(f"store->get('0') got error: {error}") from None
 
-    def _is_initialized(self) -> bool:
-        return self.record.initialized.is_set()
-
     def abort(self) -> None:
         self.aborted = True
         self._note("abort")
@@ -134,6 +137,9 @@ class FakeNccl:
 
     def _operate(self, name: str, *details: Any) -> FakeWork:
         self._note(name, *details)
+        wait_until(lambda: self.record.ready or self.aborted)
+        if self.aborted:
+            raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self._rank}.")
         failing, self.record.fail_next = self.record.fail_next, None
         if failing is not None:
             raise failing

@@ -49,7 +49,12 @@ def test_an_inner_group_is_made_with_the_first_device_tensor_and_not_before(tmp_
         assert not any(member.record.calls for member in job.members)
         job.each([0, 1, 2], reduce_on("all"))
         for rank, member in enumerate(job.members):
-            assert member.record.calls == [("make", 0, rank, 3, 0), ("connect", 0, "meta:0"), ("allreduce", 0, 1)]
+            assert member.record.calls == [
+                ("make", 0, rank, 3, 0),
+                ("connect", 0, "meta:0"),
+                ("allreduce", 0, 1),
+                ("allreduce", 0, 1),
+            ]
             inner = member.record.groups[0]
             assert inner.bound_device_id == DEVICE
             assert inner.options.global_ranks_in_group == [0, 1, 2]
@@ -147,7 +152,7 @@ def test_every_collective_is_the_vendors(
 ) -> None:
     with running(1, tmp_path, {"alone": [0]}) as job:
         assert operate(job[0].groups["alone"]).wait()
-        assert job[0].record.calls[2:] == calls
+        assert job[0].record.calls[3:] == calls
 
 
 def test_operations_started_as_one_use_one_inner_group_and_give_one_work(tmp_path: Path) -> None:
@@ -160,7 +165,7 @@ def test_operations_started_as_one_use_one_inner_group_and_give_one_work(tmp_pat
 
     with running(2, tmp_path, {"pair": [0, 1]}) as job:
         assert job.each([0, 1], exchange) == [True, True]
-        assert job[0].record.calls[2:] == [
+        assert job[0].record.calls[3:] == [
             ("_start_coalescing", 0),
             ("send", 0, 1, 5),
             ("recv", 0, 1, 5),
@@ -168,19 +173,62 @@ def test_operations_started_as_one_use_one_inner_group_and_give_one_work(tmp_pat
         ]
 
 
-def test_a_single_send_needs_only_its_two_workers(tmp_path: Path) -> None:
+def send_or_receive(member: Member) -> bool:
+    group = member.groups["all"]
+    work = group.send([on_device(2)], 2, 9) if member.worker == 0 else group.recv([on_device(2)], 0, 9)
+    assert not member.record.calls
+    return bool(work.wait())
+
+
+def test_a_single_send_starts_when_it_is_waited_for_and_needs_only_its_two_workers(tmp_path: Path) -> None:
     with running(3, tmp_path, ALL) as job:
-        job.each(
-            [0, 2],
-            lambda m: (
-                m.groups["all"].send([on_device(2)], 2, 9)
-                if m.worker == 0
-                else m.groups["all"].recv([on_device(2)], 0, 9)
-            ).wait(),
-        )
-        assert job[0].record.calls == [("make", 0, 0, 2, 0), ("connect", 0, "meta:0"), ("send", 0, 1, 9)]
-        assert job[2].record.calls == [("make", 0, 1, 2, 0), ("connect", 0, "meta:0"), ("recv", 0, 0, 9)]
+        job.each([0, 2], send_or_receive)
+        made = ("connect", 0, "meta:0"), ("allreduce", 0, 1)
+        assert job[0].record.calls == [("make", 0, 0, 2, 0), *made, ("send", 0, 1, 9)]
+        assert job[2].record.calls == [("make", 0, 1, 2, 0), *made, ("recv", 0, 0, 9)]
         assert not job[1].record.calls
+
+
+def test_workers_that_all_send_first_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    def exchange(member: Member) -> bool:
+        group, me = member.groups["all"], member.worker
+        works = [group.send([on_device(2)], (me + 1) % 3, 0), group.recv([on_device(2)], (me - 1) % 3, 0)]
+        works += [group.send([on_device(2)], (me - 1) % 3, 1), group.recv([on_device(2)], (me + 1) % 3, 1)]
+        return all(work.wait() for work in works)
+
+    with running(3, tmp_path, ALL) as job:
+        assert job.each([0, 1, 2], exchange) == [True, True, True]
+        with_1, with_2 = ([call for call in job[0].record.calls if call[1] == number][3:] for number in (0, 1))
+        assert with_1 == [("_start_coalescing", 0), ("send", 0, 1, 0), ("recv", 0, 1, 1), ("_end_coalescing", 0)]
+        assert with_2 == [("_start_coalescing", 1), ("recv", 1, 1, 0), ("send", 1, 1, 1), ("_end_coalescing", 1)]
+
+
+def test_a_send_that_nobody_waits_for_starts_before_the_next_operation(tmp_path: Path) -> None:
+    def send_and_reduce(member: Member) -> None:
+        if member.worker == 0:
+            member.groups["pair"].send([on_device(2)], 1, 0)
+        else:
+            member.groups["pair"].recv([on_device(2)], 0, 0)
+        member.all_reduce("all")
+
+    with running(3, tmp_path, ALL) as job:
+        job.each([0, 1, 2], lambda member: send_and_reduce(member) if member.worker < 2 else member.all_reduce("all"))
+        operations = [name for name in job[0].record.names() if name not in ("make", "connect")]
+        assert operations == [
+            "allreduce",
+            "send",
+            "allreduce",
+            "allreduce",
+        ]  # the first of each inner group connects it
+
+
+def test_sends_that_did_not_start_are_dropped_with_their_epoch(tmp_path: Path) -> None:
+    with running(3, tmp_path, ALL) as job:
+        work = job[0].groups["all"].send([on_device(2)], 1, 0)
+        job.each([0, 1], enter(1, {"all": [0, 1], "pair": [0, 1], "other": [0]}, (2,)))
+        with pytest.raises(EpochChanged, match="a transfer of group all was dropped"):
+            work.wait()
+        assert job[0].record.names() == ["epoch"]
 
 
 def test_waiting_is_the_vendors_own_so_the_cpu_goes_on(tmp_path: Path) -> None:
@@ -189,8 +237,8 @@ def test_waiting_is_the_vendors_own_so_the_cpu_goes_on(tmp_path: Path) -> None:
         work = job[0].all_reduce("alone")
         assert not work.is_completed()
         assert work.wait() and work.wait(timedelta(seconds=3))
-        assert job[0].record.works[0].waits == [None, timedelta(seconds=3)]
-        job[0].record.works[0].done = True
+        assert job[0].record.works[1].waits == [None, timedelta(seconds=3)]
+        job[0].record.works[1].done = True
         assert work.is_completed()
 
 
@@ -243,12 +291,14 @@ def test_only_groups_with_an_operation_in_flight_are_aborted_and_all_members_mak
             ("make", 2, 0, 2, 0),
             ("connect", 2, "meta:0"),
             ("allreduce", 2, 1),
+            ("allreduce", 2, 1),
             ("allreduce", 0, 1),
         ]
         assert job[1].since(1) == [
             ("abort", 1),
             ("make", 2, 1, 2, 0),
             ("connect", 2, "meta:0"),
+            ("allreduce", 2, 1),
             ("allreduce", 2, 1),
             ("allreduce", 0, 1),
         ]
@@ -266,7 +316,7 @@ def test_without_shrink_a_new_inner_group_takes_the_place(lack: str, tmp_path: P
         job.each([0, 2], enter(1, {"all": [0, 2], "pair": [0], "other": [0, 2]}, (1,)))
         assert [job[worker].record.groups[0].aborted for worker in (0, 2)] == [True, True]
         job.each([0, 2], reduce_on("all"))
-        assert [call[0] for call in job[2].since(1)] == ["make", "connect", "allreduce"]
+        assert [call[0] for call in job[2].since(1)] == ["make", "connect", "allreduce", "allreduce"]
         assert job[2].since(1)[0] == ("make", 1, 1, 2, 0)
 
 
@@ -277,7 +327,9 @@ def test_if_one_member_cannot_shrink_all_make_a_new_inner_group(tmp_path: Path) 
         job.each([0, 2], enter(1, {"all": [0, 2], "pair": [0], "other": [0, 2]}, (1,)))
         job.each([0, 2], reduce_on("all"))
         assert job[0].record.names().count("shrink") == job[2].record.names().count("shrink") == 1
-        assert [job[worker].record.names()[-3:] for worker in (0, 2)] == [["make", "connect", "allreduce"]] * 2
+        assert [job[worker].record.names()[-4:] for worker in (0, 2)] == [
+            ["make", "connect", "allreduce", "allreduce"]
+        ] * 2
         assert job[0].record.groups[-1].meeting_id == job[2].record.groups[-1].meeting_id
 
 
@@ -290,7 +342,7 @@ def test_a_member_that_joins_gets_a_new_inner_group_with_the_others(tmp_path: Pa
         job.each([0, 1, 2], enter(1, {"pair": [0, 1, 2]}))
         job.each([0, 1, 2], reduce_on("pair"))
         assert {member.record.groups[-1].meeting_id for member in job.members} == {job[0].record.groups[-1].meeting_id}
-        assert [member.since(1)[-3][:1] + member.since(1)[-3][2:] for member in job.members] == [
+        assert [member.since(1)[-4][:1] + member.since(1)[-4][2:] for member in job.members] == [
             ("make", 0, 3, 0),
             ("make", 1, 3, 0),
             ("make", 2, 3, 0),
@@ -311,17 +363,17 @@ def test_groups_that_become_one_do_not_take_their_parts_for_the_whole(tmp_path: 
 
         job.each(range(4), fuse)
         for rank, member in enumerate(job.members):
-            assert member.since(1)[-3][2:] == (rank, 4, 0)
+            assert member.since(1)[-4][2:] == (rank, 4, 0)
         assert len({member.record.groups[-1].meeting_id for member in job.members}) == 1
 
 
 def test_connecting_is_given_up_when_the_epoch_ends(tmp_path: Path) -> None:
     with running(2, tmp_path, {"pair": [0, 1]}) as job:
         for member in job.members:
-            member.record.initialized.clear()  # NCCL never says that it is ready
+            member.record.ready = False
 
         def cancel() -> None:
-            wait_until(lambda: all("connect" in member.record.names() for member in job.members))
+            wait_until(lambda: all("allreduce" in member.record.names() for member in job.members))
             for member in job.members:
                 member.communicator.cancel()
 
@@ -372,7 +424,7 @@ def test_in_a_pair_the_peer_is_named(tmp_path: Path) -> None:
 def test_in_a_larger_group_nobody_can_be_named_and_the_epoch_has_to_end(tmp_path: Path) -> None:
     with running(3, tmp_path, ALL) as job:
         works = job.each([0, 1, 2], reduce_on("all"))
-        job[0].record.works[0].error = dist.DistBackendError(REMOTE)
+        job[0].record.works[1].error = dist.DistBackendError(REMOTE)
         with pytest.raises(EpochChanged, match=r"allreduce of group all on meta:0, epoch 0: peer: ") as caught:
             works[0].wait()
         assert not isinstance(caught.value, PeerLost)
@@ -380,7 +432,9 @@ def test_in_a_larger_group_nobody_can_be_named_and_the_epoch_has_to_end(tmp_path
             job[0].all_reduce("all")
         job.each([0, 1], enter(1, {"all": [0, 1], "pair": [0, 1], "other": [0]}, (2,)))
         job.each([0, 1], reduce_on("all"))
-        assert [job[worker].record.names()[-3:] for worker in (0, 1)] == [["make", "connect", "allreduce"]] * 2
+        assert [job[worker].record.names()[-4:] for worker in (0, 1)] == [
+            ["make", "connect", "allreduce", "allreduce"]
+        ] * 2
 
 
 def test_the_callers_own_mistakes_are_raised_as_they_are(tmp_path: Path) -> None:
@@ -403,6 +457,15 @@ def test_between_steps_an_operation_that_was_cut_short_is_noted_and_not_raised(t
         member.communicator.cancel()
         assert work.wait()
         assert "epoch 0" in str(member.communicator.pending_error)
+
+
+def test_a_failed_operation_counts_as_in_flight_because_the_device_may_be_at_it(tmp_path: Path) -> None:
+    with running(1, tmp_path, {"alone": [0]}) as job:
+        job[0].all_reduce("alone")
+        job[0].record.works[-1].failed = dist.DistBackendError(REMOTE)
+        assert job[0].record.works[-1].is_completed()
+        job[0].communicator.cancel()
+        assert job[0].record.groups[0].aborted
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from tests.runtime.communicator.accelerators.fakes import FakeHccl, FakeNccl, Re
 
 NCCL_METHODS = (
     "eager_connect_single_device",
-    "_is_initialized",
     "abort",
     "get_runtime_nccl_version",
     "shrink",
