@@ -18,6 +18,7 @@ from torch.distributed import AllreduceOptions, BroadcastOptions, GatherOptions,
 from megatron_elas.runtime.communicator.accelerators.failures import Failure
 from megatron_elas.runtime.communicator.accelerators.group import DeviceProcessGroup
 from megatron_elas.runtime.communicator.accelerators.nccl import WATCHDOG_OFF, NcclDriver
+from megatron_elas.runtime.communicator.accelerators.rendezvous import Meeting
 from megatron_elas.spec.errors import EpochChanged, PeerLost
 from tests.runtime.communicator.accelerators.fakes import FakeNccl, Record, nccl_of
 from tests.runtime.communicator.accelerators.job import DEVICE, Member, on_device, running
@@ -392,6 +393,17 @@ def test_waiting_for_a_member_that_does_not_come_ends_with_the_epoch(tmp_path: P
         outcomes = job.attempt([0, 1], reduce_on("all"))
         canceller.join()
         assert [type(outcome) for outcome in outcomes] == [EpochChanged, EpochChanged]
+
+
+def test_a_member_that_dies_while_the_others_connect_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_answer(meeting: Meeting) -> tuple[bytes, bytes]:
+        raise PeerLost(meeting.members[0], "closed by peer")
+
+    monkeypatch.setattr(Meeting, "next_value", no_answer)
+    with running(2, tmp_path, {"pair": [0, 1]}) as job:
+        outcomes = job.attempt([0, 1], reduce_on("pair"))
+        assert isinstance(outcomes[1], PeerLost) and outcomes[1].peer == 0  # torch tells it as a DistBackendError
+        assert job[1].record.groups[0].aborted
 
 
 def test_nothing_is_started_after_the_cancel(tmp_path: Path) -> None:
