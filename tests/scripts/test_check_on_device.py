@@ -65,6 +65,24 @@ def test_a_single_device_runs_what_a_group_of_one_can(program: ModuleType) -> No
     assert told["shrink after a death"].detail == "needs 2 devices"
 
 
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_last_line_sums_up_and_the_code_follows_it(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "find_devices", lambda: (STAND_IN, 1, "stand-in"))
+    monkeypatch.setattr(sys, "argv", ["check_on_device.py"])
+    assert program.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1 of 1 x stand-in" and "two processes on one device:" in lines
+    alone, together = lines[1 : 1 + len(program.CHECKS)], lines[2 + len(program.CHECKS) : -1]
+    assert len(alone) == len(together) == len(program.CHECKS)
+    passed = sum(line.startswith("pass") for line in (*alone, *together))
+    rest = 2 * len(program.CHECKS) - passed
+    assert lines[-1].startswith(f"check_on_device: {passed} pass, 0 fail, {rest} not available, in ")
+    assert passed == 6 + 13  # what needs streams, or more devices, is not there
+
+
 def test_outcomes_of_workers_are_joined(program: ModuleType, tmp_path: Path) -> None:
     def tell(worker: int, *outcomes: tuple[str, str, float, str]) -> None:
         lines = [json.dumps(dict(zip(("name", "status", "ms", "detail"), o, strict=True))) for o in outcomes]
