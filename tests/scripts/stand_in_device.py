@@ -29,6 +29,7 @@ class Owner:
 
     silent = False
     tolerant = False
+    deterministic = False
 
     def note_failure(self, error: EpochChanged) -> None:
         raise AssertionError("an inner group is never tolerant")

@@ -23,7 +23,7 @@ from megatron_elas.runtime.communicator.accelerators.driver import Inner
 from megatron_elas.runtime.communicator.accelerators.inner_groups import InnerGroups
 from megatron_elas.runtime.communicator.accelerators.transfers import Transfers
 from megatron_elas.runtime.communicator.channels import INTRODUCTION, PAIR_INTRODUCTION
-from megatron_elas.runtime.communicator.process_group import ElasticProcessGroup, GroupOwner
+from megatron_elas.runtime.communicator.process_group import ElasticProcessGroup
 from megatron_elas.runtime.communicator.work import CompletedWork
 from megatron_elas.runtime.transport.base import Transport
 from megatron_elas.spec.errors import EpochChanged
@@ -55,7 +55,7 @@ class DeviceProcessGroup(ElasticProcessGroup):
 
     def __init__(
         self,
-        owner: GroupOwner,
+        owner: Any,
         transport: Transport,
         accelerator: Accelerator,
         *,
@@ -63,7 +63,7 @@ class DeviceProcessGroup(ElasticProcessGroup):
         members: Sequence[int],
         channel: int,
     ) -> None:
-        """As ``ElasticProcessGroup``; ``accelerator`` is the process's."""
+        """As ``ElasticProcessGroup``, whose ``owner`` is the communicator; ``accelerator`` is the process's."""
         self._accelerator = accelerator
         self._plane = accelerator.open_plane(f"group {name}", members)
         self._transfers = Transfers(accelerator, transport.worker, name, self._tolerate)
