@@ -17,8 +17,8 @@ def check_elastic_arguments(args: Any, platform: PlatformName) -> None:
     """
     if platform != "cpu":
         raise BadUsage(
-            f"--elastic runs on the cpu platform only in this release (this machine has '{platform}'): the NCCL and "
-            f"HCCL process groups come next; leave --elastic out to train as usual"
+            f"--elastic runs on the cpu platform only in this release (this machine has '{platform}'): copies "
+            f"and moves of state in device memory come next; leave --elastic out to train as usual"
         )
     required = {"--use-distributed-optimizer": args.use_distributed_optimizer}
     for flag, given in required.items():

@@ -91,8 +91,8 @@ def test_where_elastic_is_refused_all_is_told_and_then_the_refusal() -> None:
     assert outcome.code == 2
     assert "copies kept by" in outcome.out
     assert outcome.err.splitlines() == [
-        "megatron_elas: --elastic runs on the cpu platform only in this release (this machine has 'cuda'): the NCCL "
-        "and HCCL process groups come next; leave --elastic out to train as usual"
+        "megatron_elas: --elastic runs on the cpu platform only in this release (this machine has 'cuda'): copies "
+        "and moves of state in device memory come next; leave --elastic out to train as usual"
     ]
 
 

@@ -6,6 +6,9 @@ range                    use
 0 ... 2^31 - 1           collectives of a group that c10d numbered
 2^31 ... 2^32 - 1        collectives of a group that c10d named by a hash
 2^32 ... 2^33 - 1        point-to-point of the group whose channel is 2^32 less
+2^33 ... 2^33 + 2^32 - 1 introductions of the accelerator's inner group of the
+                         group whose channel is 2^33 less
+2^34 ... 2^34 + 2^32 - 1 the same for inner groups of two members of it
 2^40 and up              free for other users of the transport
 ======================== =====================================================
 """
@@ -16,6 +19,12 @@ import hashlib
 
 POINT_TO_POINT = 1 << 32
 """Added to a group's channel for its sends and receives, so that they cannot mix with its collectives."""
+
+INTRODUCTION = 1 << 33
+"""Added to a group's channel where the members of its inner group on an accelerator meet."""
+
+PAIR_INTRODUCTION = 1 << 34
+"""Added to a group's channel where two of its members meet for sends and receives on an accelerator."""
 
 FIRST_FREE = 1 << 40
 """Channels of snapshots, migration and the like start here."""

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_elas.runtime.communicator.accelerators.accelerator import Accelerator
+from megatron_elas.runtime.communicator.accelerators.group import DeviceProcessGroup
 from megatron_elas.runtime.communicator.channels import FIRST_FREE, POINT_TO_POINT, channel_of
 from megatron_elas.runtime.communicator.process_group import BACKEND, ElasticProcessGroup
 from megatron_elas.runtime.transport.base import Transport
@@ -27,12 +29,13 @@ class Communicator:
       ``EpochChanged``.
     """
 
-    def __init__(self, transport: Transport, world: Sequence[int]) -> None:
+    def __init__(self, transport: Transport, world: Sequence[int], accelerator: Accelerator | None = None) -> None:
         """Make a communicator without groups.
 
         Args:
             transport: Of this process; stays the caller's to close.
             world: Worker id of each global rank.
+            accelerator: Carries tensors that lie on this process's device. Without one, groups take CPU tensors only.
 
         Raises:
             ValueError: The own worker is not in ``world``.
@@ -41,6 +44,7 @@ class Communicator:
             raise ValueError(f"worker {transport.worker} is not in the world {list(world)}")
         self._transport = transport
         self._world = tuple(world)
+        self._accelerator = accelerator
         self._groups: dict[str, ElasticProcessGroup] = {}
         self._muted = False
         self._tolerant = False
@@ -67,13 +71,14 @@ class Communicator:
     # ------------------------------------------------------------------ torch
 
     def register_backend(self) -> None:
-        """Make ``"elastic"`` a backend of ``torch.distributed`` for CPU tensors, served by this communicator.
+        """Make ``"elastic"`` a backend of ``torch.distributed``, served by this communicator.
 
         A later communicator's call takes its place. As default group it needs no rendezvous:
         ``dist.init_process_group("elastic", store=dist.HashStore(), rank=..., world_size=...)``. The store is never
         read; nothing is exchanged until the first operation.
         """
-        dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu"])
+        devices = ["cpu"] if self._accelerator is None else ["cpu", self._accelerator.device.type]
+        dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=devices)
 
     def _create(self, options: Any, backend_options: object = None) -> ElasticProcessGroup:
         """c10d's creator. The default group comes without ranks."""
@@ -101,7 +106,13 @@ class Communicator:
         """
         if name in self._groups:
             raise ValueError(f"a group named {name!r} exists already")
-        group = ElasticProcessGroup(self, self._transport, name=name, members=members, channel=channel_of(name))
+        channel = channel_of(name)
+        if self._accelerator is None:
+            group = ElasticProcessGroup(self, self._transport, name=name, members=members, channel=channel)
+        else:
+            group = DeviceProcessGroup(
+                self, self._transport, self._accelerator, name=name, members=members, channel=channel
+            )
         self._groups[name] = group
         return group
 
@@ -121,17 +132,27 @@ class Communicator:
             dist.destroy_process_group()
         for group in self.groups:
             group.shutdown()
+        if self._accelerator is not None:
+            self._accelerator.close()
         self._closed = True
 
     # ------------------------------------------------------------------ epochs
 
+    def cancel(self) -> None:
+        """End every operation now, on the transport and on the accelerator. Any thread; may be called again."""
+        self._transport.cancel()
+        if self._accelerator is not None:
+            self._accelerator.interrupt()
+
     def drain(self) -> None:
-        """Wait until no asynchronous operation of any group is in flight."""
+        """Wait until no asynchronous operation of any group is in flight. After ``Transport.cancel`` or ``cancel``."""
+        if self._accelerator is not None and self._transport.cancelled:
+            self._accelerator.interrupt()
         for group in self.groups:
             group.drain()
 
     def renumber(self, dense: Mapping[int, int]) -> None:
-        """Write torch's maps of global ranks anew for all groups, in place, after edits.
+        """Write torch's maps of global ranks anew for all groups, in place, after edits. Readies the accelerator.
 
         Global ranks are dense: ``dist.get_rank()`` of a worker changes when lower ones leave, because Megatron
         indexes by rank and lets the last rank log. Worker ids stay.
@@ -163,6 +184,8 @@ class Communicator:
         self._world = tuple(world)
         if default in self.groups:
             torch._C._distributed_c10d._set_global_rank(dense[self._transport.worker])
+        if self._accelerator is not None:
+            self._accelerator.settle()
 
     def close_unused_links(self, carriers: Collection[ElasticProcessGroup]) -> None:
         """Close the links of groups that no operation will use after an edit. All seated workers call it after an edit.
