@@ -21,6 +21,7 @@ import pytest
 
 from megatron_elas.cli.launch_flags import TIMEOUT_HELP, build_parser
 from megatron_elas.config import ControlTimeouts
+from megatron_elas.control import pulse
 from tests.cli.launcher import FAST, TOY, WAIT_S, Job, elasrun, launched, wait_gone, write_script
 
 pytestmark = pytest.mark.process
@@ -314,7 +315,7 @@ def test_the_launcher_imports_no_torch() -> None:
     ("fault", "reason"),
     [
         ("kill:worker=3@step=5,phase=between", "exited, killed by SIGKILL"),
-        ("stop:worker=3@step=5,phase=between", "silent, no heartbeat"),
+        ("stop:worker=3@step=5,phase=between", "silent, its process is stopped, for 0."),
         ("exit:worker=3@step=5,phase=between", "exited, exited with status 1"),
         (
             "exception:worker=3@step=5,phase=between",
@@ -333,6 +334,18 @@ def test_a_job_that_loses_a_worker_goes_on_with_the_others(fault: str, reason: s
     names, values = header.split(), [float(text) for text in numbers.split("(")[0].split()]
     assert names[0] == "detect" and names[-1] == "total"
     assert sum(values[:-1]) == pytest.approx(values[-1], abs=1e-6)
+
+
+@pytest.mark.skipif(pulse._library is None, reason="no C library (make native)")
+@pytest.mark.parametrize(("native", "reason"), [("1", "exited, killed by SIGKILL"), ("0", "silent, no heartbeat")])
+def test_a_worker_that_holds_the_interpreter_lock_for_long_is_not_lost(native: str, reason: str) -> None:
+    """It is lost right after, by a scripted fault. Without the C library it would have been before."""
+    outcome = elasrun(
+        "--nproc-per-node", "4", *FAST, "--heartbeat-timeout-s=1.5", TOY, "2", "2", "1",
+        "kill:worker=3@step=6,phase=between", environ={"TOY_HOLDS_LOCK": "3", "ELAS_NATIVE": native},
+    )  # fmt: skip
+    assert outcome.code == 0, outcome
+    assert re.search(rf"lost     worker 3 \(stage ., cell ., lane 0\): {reason}", outcome.out), outcome.out
 
 
 def run_toy_into(stdout: int | None, tmp_path: Path) -> subprocess.CompletedProcess[str]:

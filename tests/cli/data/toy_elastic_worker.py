@@ -1,11 +1,13 @@
 """An elastic worker without torch: steps, and the control plane's protocol around them.
 
 Usage: toy_elastic_worker.py STAGES ROWS LOSSES [FAULT]. Ends when as many workers were lost as LOSSES says. With
-TOY_NEVER_RECOVERS in the environment it hangs in its first step after a recovery.
+TOY_NEVER_RECOVERS in the environment it hangs in its first step after a recovery. The worker TOY_HOLDS_LOCK makes a call
+of HOLD_S in its fifth step, in which no other thread of its interpreter runs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import sys
@@ -23,6 +25,7 @@ from megatron_elas.spec.report import Holding, RecoveryReport, SettleReport
 from megatron_elas.testing.faults import FaultInjector
 
 STEP_S = 0.01
+HOLD_S = 3.0
 WAIT_S = 30.0
 VERSIONS = tuple(range(1000))
 """A toy state exists in every version, so that steps need not be in lockstep."""
@@ -61,6 +64,8 @@ class Toy:
     def train(self, num_losses: int) -> None:
         report = None
         while self.num_lost < num_losses or report is not None:
+            if self.step == 5 and os.environ.get("TOY_HOLDS_LOCK") == str(self.worker):
+                ctypes.PyDLL(None).usleep(round(HOLD_S * 1e6))
             self.injector.at(self.step, FaultPhase.BETWEEN)
             if self.quiesced.wait(STEP_S):
                 report = self.recover()
