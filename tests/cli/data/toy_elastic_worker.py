@@ -1,8 +1,9 @@
 """An elastic worker without torch: steps, and the control plane's protocol around them.
 
 Usage: toy_elastic_worker.py STAGES ROWS LOSSES [FAULT]. Ends when as many workers were lost as LOSSES says. With
-TOY_NEVER_RECOVERS in the environment it hangs in its first step after a recovery. The worker TOY_HOLDS_LOCK makes a call
-of HOLD_S in its fifth step, in which no other thread of its interpreter runs.
+TOY_NEVER_RECOVERS in the environment it hangs in its first step after a recovery. The worker TOY_HOLDS_LOCK makes a
+call of HOLD_S in its fifth step, in which no other thread of its interpreter runs. In the folder TOY_DIARY each worker
+writes down the epoch, number and time of its steps.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Toy:
             self.worker,
             lambda fault, at_s: self.link.send(FaultFired(worker=self.worker, fault=str(fault), at_s=at_s)),
         )
+        folder = os.environ.get("TOY_DIARY")
+        self.diary = open(f"{folder}/{self.worker}" if folder else os.devnull, "a", buffering=1)
         self.plans: list[ElasticPlan] = [self.link.wait_start(WAIT_S).plan]
         print(f"worker {self.worker} starts", flush=True)
 
@@ -67,6 +70,7 @@ class Toy:
             if self.step == 5 and os.environ.get("TOY_HOLDS_LOCK") == str(self.worker):
                 ctypes.PyDLL(None).usleep(round(HOLD_S * 1e6))
             self.injector.at(self.step, FaultPhase.BETWEEN)
+            self.diary.write(f"{self.epoch} {self.step} {time.time()}\n")
             if self.quiesced.wait(STEP_S):
                 report = self.recover()
             elif report is not None and "TOY_NEVER_RECOVERS" in os.environ:
