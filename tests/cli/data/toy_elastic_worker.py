@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 from megatron_elas.control.environment import WorkerEnvironment
 from megatron_elas.control.link import ControlLink
@@ -59,8 +60,8 @@ class Toy:
             self.worker,
             lambda fault, at_s: self.link.send(FaultFired(worker=self.worker, fault=str(fault), at_s=at_s)),
         )
-        folder = os.environ.get("TOY_DIARY")
-        self.diary = open(f"{folder}/{self.worker}" if folder else os.devnull, "a", buffering=1)
+        diary = Path(os.environ["TOY_DIARY"]) / str(self.worker) if "TOY_DIARY" in os.environ else Path(os.devnull)
+        self.diary = diary.open("a", buffering=1)
         self.plans: list[ElasticPlan] = [self.link.wait_start(WAIT_S).plan]
         print(f"worker {self.worker} starts", flush=True)
 
