@@ -27,7 +27,7 @@ from megatron_elas.spec.report import Holding, RecoveryReport, SettleReport
 from megatron_elas.testing.faults import FaultInjector
 
 STEP_S = 0.01
-HOLD_S = 3.0
+HOLD_S = 2.5
 WAIT_S = 30.0
 VERSIONS = tuple(range(1000))
 """A toy state exists in every version, so that steps need not be in lockstep."""
