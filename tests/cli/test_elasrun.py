@@ -337,7 +337,10 @@ def test_a_job_that_loses_a_worker_goes_on_with_the_others(fault: str, reason: s
 
 
 @pytest.mark.skipif(pulse._library is None, reason="no C library (make native)")
-@pytest.mark.parametrize(("native", "reason"), [("1", "exited, killed by SIGKILL"), ("0", "silent, no heartbeat")])
+@pytest.mark.parametrize(
+    ("native", "reason"),
+    [("1", "exited, killed by SIGKILL"), pytest.param("0", "silent, no heartbeat", marks=pytest.mark.slow)],
+)
 def test_a_worker_that_holds_the_interpreter_lock_for_long_is_not_lost(native: str, reason: str) -> None:
     """It is lost right after, by a scripted fault. Without the C library it would have been before."""
     with launched(
