@@ -469,6 +469,17 @@ def test_a_job_of_two_nodes_survives_the_death_of_one(tmp_path: Path) -> None:
     elasrun(write_script(tmp_path, ""))  # removes the folder of the killed launcher
 
 
+def test_nodes_whose_first_one_dies_kill_their_workers_and_say_so(tmp_path: Path) -> None:
+    with two_nodes() as (first, second):
+        processes = second.descendants()
+        first.process.kill()
+        outcome = second.finish()
+        assert outcome.code == 8, outcome
+        assert "the controller on node 0 is gone: the workers of this node were killed" in outcome.err
+        assert not wait_gone(processes)
+    elasrun(write_script(tmp_path, ""))  # removes the folder of the killed launcher
+
+
 def free_endpoint() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -43,7 +43,7 @@ from megatron_elas.control.messages import (
 )
 from megatron_elas.control.port import LinkPort
 from megatron_elas.control.states import Gathering, Running
-from megatron_elas.control.wire import make_headers
+from megatron_elas.control.wire import KEEPALIVE_S, make_headers
 from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged, ExitCode
 from megatron_elas.spec.events import WorkerLost
 from megatron_elas.spec.report import RecoveryReport
@@ -360,6 +360,15 @@ def test_a_node_that_falls_silent_is_lost_as_a_whole_and_told_so(told_to_end: qu
         order = decode_to_agent(agent.recv(timeout=WAIT_S))
         assert isinstance(order, StopAll) and order.exit_code == ExitCode.CUT_OFF
         assert wait_closed(agent) is not None
+
+
+def test_both_ends_of_a_link_are_probed_by_the_kernel() -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        ends = [members[1].link._connection.socket]
+        ends.append(served.call(lambda: served.service._workers[1].transport.get_extra_info("socket")))
+        for end in ends:
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == KEEPALIVE_S
 
 
 def test_a_worker_that_is_vouched_for_needs_no_heartbeats() -> None:
