@@ -13,14 +13,20 @@ class ControlTimeouts:
     """Time limits of the control plane. All in seconds.
 
     They form a chain: ``2 * heartbeat_interval_s <= heartbeat_timeout_s <= settle_timeout_s``, and the
-    last is at most ``resume_timeout_s`` and ``join_timeout_s``. With another order a limit would fire
-    before the one that names the cause.
+    last is at most ``resume_timeout_s`` and ``join_timeout_s``. ``hang_timeout_s`` is at most ``heartbeat_timeout_s``,
+    and that at most ``interpreter_timeout_s``. With another order a limit would fire before the one that names the
+    cause.
     """
 
     heartbeat_interval_s: float = 0.5
     """A worker says this often that it lives."""
     heartbeat_timeout_s: float = 10.0
-    """A joined worker that is silent for so long is lost, and killed."""
+    """A joined worker that is silent for so long is lost, and killed; so are all workers of a node whose agent is."""
+    hang_timeout_s: float = 0.25
+    """A worker whose process is stopped (SIGSTOP, a debugger) for so long is lost, and killed."""
+    interpreter_timeout_s: float = 600.0
+    """A worker that has a pulse but sends no heartbeat, as in a long call that holds the interpreter lock, is lost,
+    and killed, after this instead of ``heartbeat_timeout_s``."""
     settle_timeout_s: float = 60.0
     """A survivor that has not unwound to the step boundary by then is lost, and killed."""
     resume_timeout_s: float = 600.0
@@ -41,6 +47,8 @@ class ControlTimeouts:
                 f"{flag_of('heartbeat_interval_s')}={self.heartbeat_interval_s:g}, so one late heartbeat would "
                 f"end a healthy worker: raise the first or lower the second"
             )
+        self._check_order("hang_timeout_s", "heartbeat_timeout_s")
+        self._check_order("heartbeat_timeout_s", "interpreter_timeout_s")
         self._check_order("heartbeat_timeout_s", "settle_timeout_s")
         self._check_order("settle_timeout_s", "resume_timeout_s")
         self._check_order("settle_timeout_s", "join_timeout_s")

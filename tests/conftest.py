@@ -33,7 +33,7 @@ GRACE_S = 3.0
 """How long a process that was told to end may take."""
 
 FOLDER_ORDER = ("spec", "schedule", "planner", "simulator", "control", "architecture", "cli", "testing", "platform")
-LATE_FOLDERS = ("runtime", "host", "golden", "distributed", "fault")
+LATE_FOLDERS = ("runtime", "host", "golden", "distributed", "fault", "network")
 
 _main_pid = os.getpid()
 _session_tmp = Path(tempfile.mkdtemp(prefix="elas-tests-"))

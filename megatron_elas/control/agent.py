@@ -7,9 +7,14 @@ import logging
 import signal
 from collections.abc import Callable, Iterable, Mapping
 
-from megatron_elas.control.messages import KillWorker, StopAll, ToAgent, Welcome, WorkerExited
+from megatron_elas.config import ControlTimeouts
+from megatron_elas.control.messages import Heard, KillWorker, StopAll, ToAgent, Welcome, WorkerExited, WorkerHung
 from megatron_elas.control.starter import Starter
 from megatron_elas.control.starter_messages import StartWorker, WorkerEnded
+from megatron_elas.control.vitals import LOOK_S, Vitals
+
+Report = Callable[[WorkerExited | WorkerHung], None]
+"""Takes news of a worker, on the event loop."""
 
 logger = logging.getLogger(__name__)
 
@@ -20,10 +25,12 @@ class Agent:
     Make it with ``launch``, end it with ``close``.
     """
 
-    def __init__(self, *, grace_s: float, report: Callable[[WorkerExited], None]) -> None:
-        self._grace_s = grace_s
+    def __init__(self, *, timeouts: ControlTimeouts, report: Report) -> None:
+        self._grace_s = timeouts.grace_s
+        self._vitals = Vitals(hang_timeout_s=timeouts.hang_timeout_s, heartbeat_timeout_s=timeouts.heartbeat_timeout_s)
         self._report = report
         self._starter: Starter | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._killing: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -35,24 +42,38 @@ class Agent:
 
     @staticmethod
     async def launch(
-        *, preload: str | None, environ: Mapping[str, str], grace_s: float, report: Callable[[WorkerExited], None]
+        *, preload: str | None, environ: Mapping[str, str], timeouts: ControlTimeouts, report: Report
     ) -> Agent:
         """Start the process that workers come from, and let it preload.
 
         Args:
             preload: ``module:function``, or None.
             environ: Environment while preloading.
-            grace_s: Between asking workers to end and killing them.
-            report: Called on the event loop when a worker has ended.
+            timeouts: When a worker hangs, and how long it may take to end when it is asked to.
+            report: Called when a worker has ended, once for each, and when one is found to hang.
 
         Raises:
             BadUsage: Preloading failed.
         """
-        agent = Agent(grace_s=grace_s, report=report)
+        agent = Agent(timeouts=timeouts, report=report)
         agent._starter = await Starter.launch(
             preload=preload, environ=environ, on_death=agent._note_death, on_end=agent._note_end
         )
+        agent._looking = asyncio.create_task(agent._look())
         return agent
+
+    async def _look(self) -> None:
+        """Look after the workers for as long as this task lives."""
+        assert self._starter is not None
+        loop = asyncio.get_running_loop()
+        while True:
+            for worker, words in self._vitals.look(self._starter.look(), loop.time()):
+                self._report(WorkerHung(worker=worker, detail=words))
+            await asyncio.sleep(LOOK_S)
+
+    def take_beating(self) -> tuple[int, ...]:
+        """Workers whose pulse was seen to beat since the last call."""
+        return self._vitals.take_beating()
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -75,7 +96,7 @@ class Agent:
                 if not self.order_to_stop.done():
                     self.order_to_stop.set_result(order)
                 self.stop(signum)
-            case Welcome():
+            case Welcome() | Heard():
                 pass
 
     def stop(self, signum: int) -> None:
@@ -91,6 +112,10 @@ class Agent:
     def _kill(self) -> None:
         if self.running:
             logger.warning("workers %s did not end by themselves: killing them", list(self.running))
+        self.kill_all()
+
+    def kill_all(self) -> None:
+        """End the workers at once; they cannot write anything any more."""
         self._send_signal(signal.SIGKILL, self.running)
 
     def _send_signal(self, signum: int, workers: Iterable[int]) -> None:
@@ -123,5 +148,8 @@ class Agent:
         """End everything that is left."""
         if self._killing is not None:
             self._killing.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait({self._looking})
         if self._starter is not None:
             await self._starter.close()

@@ -1,8 +1,8 @@
 """The controller: one pure function from a state and an event to the next state and commands.
 
 No sockets, clocks or threads. Guarantees, whatever arrives in whatever order: epochs only grow; each
-survivor gets one ``Recover`` per settled epoch; a lost worker gets no message any more and can
-change nothing; a job ends once, with one code.
+survivor gets one ``Recover`` per settled epoch; a lost worker gets no message any more, but for a
+``Stop`` with the loss itself, and can change nothing; a job ends once, with one code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from megatron_elas.control import ending, joining, recovering
-from megatron_elas.control.commands import Note
+from megatron_elas.control.commands import Note, Tell
 from megatron_elas.control.crashes import find_twin, shorten
 from megatron_elas.control.ending import Step, describe_status, dismiss, end_if_empty, finish, stop
 from megatron_elas.control.events import AgentLost, Event, PlanMade, PlanRefused, Terminate, Tick, WorkerSilent
@@ -28,7 +28,9 @@ from megatron_elas.control.messages import (
     PeerUnreachable,
     Recovered,
     Settled,
+    Stop,
     WorkerExited,
+    WorkerHung,
 )
 from megatron_elas.control.recovering import Training
 from megatron_elas.control.states import Ended, Gathering, Launch, Resuming, Roster, Running, Settling, State, Stopping
@@ -87,6 +89,8 @@ def _worker_spoke(state: Gathering | Training, event: Event, now: float) -> Step
         case WorkerSilent() if event.worker in state.roster.survivors:
             detail = f"no heartbeat for {event.silent_s:.1f} s"
             return _lose(state, [event.worker], LossReason.SILENT, detail, now)
+        case WorkerHung() if event.worker in state.roster.survivors:
+            return _lose(state, [event.worker], LossReason.SILENT, event.detail, now)
         case PeerUnreachable() if not isinstance(state, Gathering):
             return _peer_unreachable(state, event, now)
         case LeaveOut() if not isinstance(state, Gathering):
@@ -169,8 +173,8 @@ def _processes_changed(state: State, event: AgentHello | AgentLost | WorkerExite
             if worker in state.roster.exited or not 0 <= worker < state.roster.launch.world_size:
                 return _ignore(state, event)
             return _worker_exited(state, worker, status, now)
-        case AgentLost(node=node) if node in state.roster.agents:
-            return _agent_lost(state, node, now)
+        case AgentLost() if event.node in state.roster.agents:
+            return _agent_lost(state, event, now)
         case _:
             return _ignore(state, event)
 
@@ -201,8 +205,10 @@ def _worker_exited(state: State, worker: int, status: int, now: float) -> Step:
             return _lose(state, [worker], LossReason.EXITED, detail, now)
 
 
-def _agent_lost(state: State, node: int, now: float) -> Step:
-    roster = replace(state.roster, agents=state.roster.agents - {node})
+def _agent_lost(state: State, event: AgentLost, now: float) -> Step:
+    """All workers of the node are lost together. The agent fences them when it finds itself cut off, and so do we."""
+    roster, node = state.roster, event.node
+    roster = replace(roster, agents=roster.agents - {node})
     state = replace(state, roster=roster)
     affected = [worker for worker in roster.remaining if roster.launch.node_of(worker) == node]
     match state:
@@ -211,14 +217,24 @@ def _agent_lost(state: State, node: int, now: float) -> Step:
         case Stopping():
             return end_if_empty(state)
         case Gathering():
-            return stop(state, ExitCode.NOT_STARTED, f"node {node} left before training began: look at its output")
+            how = "left" if event.silent_s is None else f"was silent for {event.silent_s:.1f} s"
+            return stop(state, ExitCode.NOT_STARTED, f"node {node} {how} before training began: look at its output")
         case Running() | Settling() | Resuming():
             unneeded = [worker for worker in affected if worker in roster.finished]
             state = replace(state, roster=replace(roster, exited={**roster.exited, **dict.fromkeys(unneeded, 0)}))
             lost = [worker for worker in affected if worker not in roster.finished]
             if lost:
-                return _lose(state, lost, LossReason.EXITED, f"the agent of node {node} is gone", now)
+                return _lose_node(state, tuple(lost), event, now)
             return (state, ()) if state.roster.remaining else finish(state.roster)
+
+
+def _lose_node(state: Training, workers: tuple[int, ...], event: AgentLost, now: float) -> Step:
+    reason, detail = LossReason.EXITED, f"the agent of node {event.node} is gone"
+    if event.silent_s is not None:
+        reason, detail = LossReason.SILENT, f"node {event.node} did not answer for {event.silent_s:.1f} s"
+    goodbye = Stop(exit_code=ExitCode.CUT_OFF, sentence=f"{detail}, so its workers were taken for lost")
+    changed, commands = _lose(state, workers, reason, detail, now)
+    return changed, (*commands, Tell(workers=workers, message=goodbye))
 
 
 def _lose(state: Gathering | Training, workers: Iterable[int], reason: LossReason, detail: str, now: float) -> Step:

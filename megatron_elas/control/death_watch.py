@@ -3,8 +3,10 @@
 A killed process gives its memory back first; only then does its parent, or a peer at one of its sockets, hear of its
 end: 20 ms later for 300 MB on an idle core, and far later for more or on a busy one. Robust mutexes are given up before
 that. So the main thread of each worker holds one, in memory shared with the agent, and a thread there waits for it.
+``exec`` gives mutexes up as well, so a worker that is a new Python takes its one after that. Without a watch the end is
+noticed as ever.
 
-Only for forked workers: ``exec`` gives mutexes up as well. Without a watch the end is noticed as ever.
+The same memory has the worker's pulse (``pulse.py``).
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+
+from megatron_elas.control import pulse
 
 SLOTS = 1024
 """Workers of one node that can be watched; later ones are not."""
 _SLOT_BYTES = 128
-_SEMAPHORE, _PID = 64, 112
-"""Offsets in a slot, behind the mutex: posted when the mutex is held; who holds it."""
+_SEMAPHORE, _PULSE, _PID = 64, 104, 112
+"""Offsets in a slot, behind the mutex: posted when the mutex is held; the last beat; who holds it."""
 _PATIENCE_S = 1.0
 """For a thread to end; one whose worker the kernel cannot end stays behind, being a daemon."""
 _ROBUST, _SHARED = 1, 1
@@ -32,7 +37,18 @@ OnDeath = Callable[[int, int, float], None]
 """Called with the slot, the exit code (or minus the signal number) and ``time.time()``, on a thread of its own."""
 
 _libc = ctypes.CDLL(None)
-_held: list[_Memory] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """This process's slot."""
+
+    memory: _Memory
+    fd: int
+    slot: int
+
+
+_held: list[_Held] = []
 
 
 class DeathWatch:
@@ -56,6 +72,14 @@ class DeathWatch:
         thread.start()
         return slot
 
+    def holder(self, slot: int) -> int:
+        """The process that holds the slot; 0 before it does."""
+        return self._memory.number(slot, _PID)
+
+    def pulse_ns(self, slot: int) -> int:
+        """The last beat, on the monotonic clock; 0 when the holder has no pulse."""
+        return self._memory.number(slot, _PULSE)
+
     def close(self) -> None:
         """End the threads. Nobody may hold a slot any more."""
         self._closing = True
@@ -68,7 +92,7 @@ class DeathWatch:
         self._memory.wait(slot)
         if not self._closing and self._memory.lock(slot) == errno.EOWNERDEAD:
             at_s = time.time()
-            status = _dying_with(self._memory.pid(slot))
+            status = _dying_with(self.holder(slot))
             if status and not self._closing:
                 on_death(slot, status, at_s)
 
@@ -76,16 +100,30 @@ class DeathWatch:
 def hold(fd: int, slot: int) -> None:
     """Hold the slot until this thread ends, or ``release``. Called once, by the worker's main thread."""
     memory = _Memory(fd)
-    _held.append(memory)
+    _held.append(_Held(memory=memory, fd=fd, slot=slot))
     memory.lock(slot)
-    memory.set_pid(slot, os.getpid())
+    memory.set_number(slot, _PID, os.getpid())
     memory.post(slot)
 
 
-def release(slot: int) -> None:
+def start_pulse() -> bool:
+    """Beat in the slot that is held. Gives whether there is a pulse: not without a slot, or the C library."""
+    if not _held:
+        return False
+    held = _held[0]
+    return pulse.start(held.fd, SLOTS * _SLOT_BYTES, held.slot * _SLOT_BYTES + _PULSE)
+
+
+def stop_pulse() -> None:
+    """Beat no longer."""
+    pulse.stop()
+
+
+def release() -> None:
     """Let go: the process ends by itself now, and has said what it had to say."""
     if _held:
-        _held.pop().unlock(slot)
+        held = _held.pop()
+        held.memory.unlock(held.slot)
 
 
 class _Memory:
@@ -118,11 +156,11 @@ class _Memory:
         while _libc.sem_wait(self._at(slot, _SEMAPHORE)) != 0:  # interrupted by a signal
             pass
 
-    def pid(self, slot: int) -> int:
-        return ctypes.c_int64.from_address(self._start + slot * _SLOT_BYTES + _PID).value
+    def number(self, slot: int, offset: int) -> int:
+        return ctypes.c_int64.from_address(self._start + slot * _SLOT_BYTES + offset).value
 
-    def set_pid(self, slot: int, pid: int) -> None:
-        ctypes.c_int64.from_address(self._start + slot * _SLOT_BYTES + _PID).value = pid
+    def set_number(self, slot: int, offset: int, value: int) -> None:
+        ctypes.c_int64.from_address(self._start + slot * _SLOT_BYTES + offset).value = value
 
     def _at(self, slot: int, offset: int = 0) -> ctypes.c_void_p:
         return ctypes.c_void_p(self._start + slot * _SLOT_BYTES + offset)

@@ -16,6 +16,7 @@ from megatron_elas.control.messages import (
     Recovered,
     Settled,
     WorkerExited,
+    WorkerHung,
 )
 from megatron_elas.spec.errors import ExitCode
 from megatron_elas.spec.plan import ElasticPlan
@@ -23,9 +24,11 @@ from megatron_elas.spec.plan import ElasticPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLost:
-    """The connection to a node's agent ended."""
+    """The connection to a node's agent ended, or the agent sent nothing for longer than the limit."""
 
     node: int
+    silent_s: float | None = None
+    """None when the connection ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,5 +85,6 @@ Event = (
     | Terminate
     | Tick
     | WorkerExited
+    | WorkerHung
     | WorkerSilent
 )

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,24 @@ class FirstNode:
                 self._agent = agent
                 self._start_workers = functools.partial(agent.start, requests)
                 self._service.apply(AgentHello(node=0, host=socket.gethostname(), workers=options.workers))
+                await stack.enter_async_context(self._vouching(agent))
             return await asyncio.shield(self._service.ended)
+
+    @contextlib.asynccontextmanager
+    async def _vouching(self, agent: Agent) -> AsyncIterator[None]:
+        """Tell the controller whose pulses beat, as the agents of other nodes do with their heartbeats."""
+
+        async def vouch() -> None:
+            while True:
+                self._service.vouch(agent.take_beating())
+                await asyncio.sleep(self._options.timeouts.heartbeat_interval_s)
+
+        task = asyncio.create_task(vouch())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
 
     async def _launch_agent(self) -> Agent | None:
         """The agent, or None when the job was ended while it preloaded."""
@@ -93,8 +110,8 @@ class FirstNode:
             Agent.launch(
                 preload=options.preload,
                 environ=make_shared_environ(options, os.environ),
-                grace_s=options.timeouts.grace_s,
-                report=self._service.worker_exited,
+                timeouts=options.timeouts,
+                report=self._service.hear_of_worker,
             )
         )
         either: set[asyncio.Future[Any]] = {launching, self._service.ended}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 LINK_GRACE_S = 1.0
@@ -13,16 +14,19 @@ class Pulse:
     """The last sign of life of one worker."""
 
     heard_s: float
+    vouched_s: float = -math.inf
+    """When its agent last saw it run."""
     step: int = 0
     epoch: int = 0
     hung_up: bool = False
 
 
 class Health:
-    """Watches the workers that joined."""
+    """Watches the workers that joined. Another one watches the agents."""
 
-    def __init__(self, heartbeat_timeout_s: float) -> None:
+    def __init__(self, heartbeat_timeout_s: float, interpreter_timeout_s: float = math.inf) -> None:
         self._limit_s = heartbeat_timeout_s
+        self._vouched_limit_s = interpreter_timeout_s
         self._pulses: dict[int, Pulse] = {}
         self._looked_s: float | None = None
 
@@ -36,6 +40,11 @@ class Health:
         self.hear(worker, now)
         pulse = self._pulses[worker]
         pulse.epoch, pulse.step = epoch, step
+
+    def vouch(self, worker: int, now: float) -> None:
+        """Its agent saw its process run, though it may have said nothing itself. Begins no watching."""
+        if worker in self._pulses:
+            self._pulses[worker].vouched_s = now
 
     def hang_up(self, worker: int, now: float) -> None:
         """The worker's link ended."""
@@ -64,9 +73,17 @@ class Health:
         if self._looked_s is not None and now - self._looked_s > self._limit_s / 2:
             for pulse in self._pulses.values():
                 pulse.heard_s += now - self._looked_s
+                pulse.vouched_s += now - self._looked_s
         self._looked_s = now
         return tuple(
             (worker, now - pulse.heard_s)
             for worker, pulse in sorted(self._pulses.items())
-            if now - pulse.heard_s > (min(LINK_GRACE_S, self._limit_s) if pulse.hung_up else self._limit_s)
+            if self._is_silent(pulse, now)
         )
+
+    def _is_silent(self, pulse: Pulse, now: float) -> bool:
+        if pulse.hung_up:
+            return now - pulse.heard_s > min(LINK_GRACE_S, self._limit_s)
+        if now - pulse.vouched_s <= self._limit_s:
+            return now - pulse.heard_s > self._vouched_limit_s
+        return now - pulse.heard_s > self._limit_s

@@ -1,7 +1,8 @@
 """A worker's connection to the controller. Plain threads, so that it lives beside any training loop.
 
-Two daemon threads: one reads what the controller says and acts on it at once, one sends heartbeats.
-When the controller is gone training goes on; only what needs an answer from it fails.
+Two daemon threads: one reads what the controller says and acts on it at once, one sends heartbeats. Beside them is the
+pulse, for the agent, which needs no interpreter. When the controller is gone training goes on; only what needs an
+answer from it fails.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 from websockets.sync.client import ClientConnection, connect
 
+from megatron_elas.control import death_watch
 from megatron_elas.control.messages import (
     BadMessage,
     Heartbeat,
@@ -31,7 +33,7 @@ from megatron_elas.control.messages import (
     decode_to_worker,
     encode,
 )
-from megatron_elas.control.wire import OPTIONS, make_headers
+from megatron_elas.control.wire import OPTIONS, detect_dead_peers, make_headers
 from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged
 
 logger = logging.getLogger(__name__)
@@ -88,6 +90,7 @@ class ControlLink:
         ]
         for thread in self._threads:
             thread.start()
+        death_watch.start_pulse()
 
     # ------------------------------------------------------------ towards the controller
 
@@ -166,6 +169,7 @@ class ControlLink:
     def close(self) -> None:
         """Say goodbye and end the threads. May be called again."""
         self._closing.set()
+        death_watch.stop_pulse()
         self._resources.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -231,7 +235,7 @@ class ControlLink:
 def _connect(address: str, token: str) -> ClientConnection:
     try:
         # proxy: an HTTP proxy of the environment must not see what stays inside the cluster.
-        return connect(address, additional_headers=make_headers(token), proxy=None, **OPTIONS)
+        connection = connect(address, additional_headers=make_headers(token), proxy=None, **OPTIONS)
     except InvalidURI as error:
         raise BadUsage(f"controller address '{address}' is not of the form ws://host:port: {error}") from error
     except InvalidStatus as error:
@@ -241,6 +245,8 @@ def _connect(address: str, token: str) -> ClientConnection:
         ) from error
     except (OSError, InvalidHandshake) as error:
         raise ElasticError(f"no controller answers at {address} ({error}): is elasrun still running?") from error
+    detect_dead_peers(connection.socket)
+    return connection
 
 
 def _end_process(worker: int, stop: Stop) -> None:

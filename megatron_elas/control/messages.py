@@ -13,7 +13,7 @@ from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Larger messages end the connection. A plan of 100,000 workers is about 10 MiB."""
@@ -186,6 +186,30 @@ class WorkerExited(Message, kw_only=True):
     at_s: float
 
 
+class WorkerHung(Message, kw_only=True):
+    """A worker process lives but does not run: it is stopped or frozen."""
+
+    worker: int
+    detail: str
+    """For people."""
+
+
+class AgentHeartbeat(Message, kw_only=True):
+    """Sent every ``heartbeat_interval_s``. Answered by ``Heard``."""
+
+    node: int
+    number: int
+    """Of this heartbeat, from 0."""
+    beating: tuple[int, ...]
+    """Workers whose pulse beats: their processes run, whether or not their Python has time for heartbeats."""
+
+
+class Heard(Message, kw_only=True):
+    """The heartbeat with this number came: its sender may go on for ``heartbeat_timeout_s`` from when it sent it."""
+
+    number: int
+
+
 class KillWorker(Message, kw_only=True):
     """Fence: end this worker with SIGKILL."""
 
@@ -240,7 +264,9 @@ FromClient = (
     | Crashed
     | Finished
     | AgentHello
+    | AgentHeartbeat
     | WorkerExited
+    | WorkerHung
     | InjectRequest
     | StatusRequest
 )
@@ -249,7 +275,7 @@ FromClient = (
 ToWorker = Start | Quiesce | Recover | Inject | Stop
 """What a worker reads."""
 
-ToAgent = Welcome | KillWorker | StopAll
+ToAgent = Welcome | Heard | KillWorker | StopAll
 """What an agent reads."""
 
 _from_client: msgspec.json.Decoder[FromClient] = msgspec.json.Decoder(FromClient)

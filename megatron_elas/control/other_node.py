@@ -17,7 +17,6 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from megatron_elas.control.agent import Agent
 from megatron_elas.control.commands import EndJob
-from megatron_elas.control.ending import exit_code_of
 from megatron_elas.control.launch_options import (
     LaunchOptions,
     format_host,
@@ -25,19 +24,22 @@ from megatron_elas.control.launch_options import (
     make_requests,
     make_shared_environ,
 )
+from megatron_elas.control.lease import Lease
 from megatron_elas.control.messages import (
+    AgentHeartbeat,
     AgentHello,
+    Heard,
     StopAll,
-    ToAgent,
     Welcome,
     WorkerExited,
+    WorkerHung,
     decode_to_agent,
     encode,
 )
 from megatron_elas.control.run_dir import make_run_dir, write_job_file
 from megatron_elas.control.signals import handling_signals
-from megatron_elas.control.wire import OPTIONS, make_headers
-from megatron_elas.spec.errors import BadUsage, NotStarted
+from megatron_elas.control.wire import OPTIONS, detect_dead_peers, make_headers
+from megatron_elas.spec.errors import BadUsage, ExitCode, NotStarted
 
 logger = logging.getLogger(__name__)
 
@@ -46,82 +48,137 @@ RETRY_S = 0.5
 
 
 async def run_other_node(options: LaunchOptions) -> EndJob:
-    """Run this node's workers until the controller says stop, or they have all ended without it.
+    """Run this node's workers until the controller says stop, or cannot be heard any more.
 
     Raises:
         BadUsage: The controller refuses this node, or preloading failed.
         NotStarted: Node 0 cannot be reached in time, or leaves before the workers are started.
     """
-    outbox: list[ClientConnection] = []
-
-    def report(message: WorkerExited) -> None:
-        broadcast(outbox, encode(message))
-
     environ = make_shared_environ(options, os.environ)
-    signalled: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     async with contextlib.AsyncExitStack() as stack:
         run_dir = stack.enter_context(make_run_dir())
         job_file = make_job_file(options, options.controller_host, options.controller_port)
         write_job_file(run_dir, job_file)
+        node = OtherNode(options)
         agent = await Agent.launch(
-            preload=options.preload, environ=environ, grace_s=options.timeouts.grace_s, report=report
+            preload=options.preload, environ=environ, timeouts=options.timeouts, report=node.report
         )
         stack.push_async_callback(agent.close)
         connection = await stack.enter_async_context(await _reach(options))
-        outbox.append(connection)
-        await connection.send(
-            encode(AgentHello(node=options.node_rank, host=socket.gethostname(), workers=options.workers))
-        )
-        order = await _receive(connection)
-        if isinstance(order, Welcome):
-            write_job_file(run_dir, msgspec.structs.replace(job_file, run_id=order.run_id))
-            stack.enter_context(handling_signals(lambda signum: _note_signal(agent, signalled, signum)))
-            agent.start(make_requests(options, order, options.controller_port, run_dir, environ))
-            return await _work(agent, connection, signalled)
-        assert isinstance(order, StopAll), order
-        return EndJob(exit_code=order.exit_code, sentence=order.sentence)
+        stack.push_async_callback(node.leave)
+        order = await node.join(agent, connection)
+        if isinstance(order, StopAll):
+            return EndJob(exit_code=order.exit_code, sentence=order.sentence)
+        write_job_file(run_dir, msgspec.structs.replace(job_file, run_id=order.run_id))
+        stack.enter_context(handling_signals(node.terminate))
+        agent.start(make_requests(options, order, options.controller_port, run_dir, environ))
+        return await node.work()
 
 
-def _note_signal(agent: Agent, signalled: asyncio.Future[int], signum: int) -> None:
-    """End this node's workers; the job goes on without them."""
-    if not signalled.done():
-        signalled.set_result(signum)
-    agent.stop(signum)
+class OtherNode:
+    """Connects this node's agent and the controller.
 
+    Its workers live no longer than its lease (``lease.py``), nor than its connection: a controller that lives takes
+    them for lost then, and one that does not has taken node 0 with it, without which nobody trains on.
+    """
 
-async def _work(agent: Agent, connection: ClientConnection, signalled: asyncio.Future[int]) -> EndJob:
-    """Obey until there is nothing left to do."""
-    obeying = asyncio.create_task(_obey(agent, connection))
-    reasons: set[asyncio.Future[Any]] = {obeying, agent.order_to_stop, signalled}
-    await asyncio.wait(reasons, return_when=asyncio.FIRST_COMPLETED)
-    await agent.wait_idle()
-    obeying.cancel()
-    await asyncio.wait({obeying})
-    if signalled.done():
+    _agent: Agent
+    _connection: ClientConnection
+    _lease: Lease
+
+    def __init__(self, options: LaunchOptions) -> None:
+        self._options = options
+        loop = asyncio.get_running_loop()
+        self._answered: asyncio.Future[Welcome | StopAll] = loop.create_future()
+        self._cut_off: asyncio.Future[str] = loop.create_future()
+        """Why, as a clause."""
+        self._signalled: asyncio.Future[int] = loop.create_future()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def report(self, message: WorkerExited | WorkerHung) -> None:
+        """Tell the controller of a worker."""
+        broadcast([self._connection], encode(message))
+
+    async def join(self, agent: Agent, connection: ClientConnection) -> Welcome | StopAll:
+        """Introduce the node, and wait until all have come. Raises NotStarted."""
+        self._agent, self._connection = agent, connection
+        options, now = self._options, asyncio.get_running_loop().time()
+        self._lease = Lease(options.timeouts.heartbeat_timeout_s, now)
+        hello = AgentHello(node=options.node_rank, host=socket.gethostname(), workers=options.workers)
+        await connection.send(encode(hello))
+        self._tasks = [asyncio.create_task(self._obey()), asyncio.create_task(self._keep_lease())]
+        either: set[asyncio.Future[Any]] = {self._answered, self._cut_off}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not self._answered.done():
+            raise NotStarted(f"{self._cut_off.result()} before the workers were started: see its output")
+        return self._answered.result()
+
+    def terminate(self, signum: int) -> None:
+        """A signal came: end this node's workers; the job goes on without them."""
+        if not self._signalled.done():
+            self._signalled.set_result(signum)
+        self._agent.stop(signum)
+
+    async def work(self) -> EndJob:
+        """Obey until there is nothing left to do."""
+        agent = self._agent
+        reasons: set[asyncio.Future[Any]] = {agent.order_to_stop, self._signalled, self._cut_off}
+        await asyncio.wait(reasons, return_when=asyncio.FIRST_COMPLETED)
+        await agent.wait_idle()
+        if self._signalled.done():
+            signum = self._signalled.result()
+            return EndJob(exit_code=128 + signum, sentence=f"ended by {signal.Signals(signum).name}")
+        if agent.order_to_stop.done():
+            order = agent.order_to_stop.result()
+            return EndJob(exit_code=order.exit_code, sentence=order.sentence)
         return EndJob(
-            exit_code=128 + signalled.result(), sentence=f"ended by {signal.Signals(signalled.result()).name}"
+            exit_code=ExitCode.CUT_OFF,
+            sentence=f"{self._cut_off.result()}: the workers of this node were killed; if the job still runs, it goes "
+            f"on without them",
         )
-    if agent.order_to_stop.done():
-        order = agent.order_to_stop.result()
-        return EndJob(exit_code=order.exit_code, sentence=order.sentence)
-    return EndJob(exit_code=exit_code_of(agent.first_failure), sentence="the controller on node 0 is gone")
 
+    async def leave(self) -> None:
+        """End what runs beside the others."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
-async def _obey(agent: Agent, connection: ClientConnection) -> None:
-    try:
-        async for text in connection:
-            agent.obey(decode_to_agent(text))
-    except ConnectionClosed:
-        pass
-    if not agent.order_to_stop.done():
-        logger.warning("the controller on node 0 is gone; this node's workers go on until they need it")
+    async def _obey(self) -> None:
+        try:
+            async for text in self._connection:
+                match decode_to_agent(text):
+                    case Heard(number=number):
+                        self._lease.answered(number)
+                    case (Welcome() | StopAll()) as order if not self._answered.done():
+                        self._answered.set_result(order)
+                    case order:
+                        self._agent.obey(order)
+        except ConnectionClosed:
+            pass
+        self._end_workers("the controller on node 0 is gone")
 
+    async def _keep_lease(self) -> None:
+        timeouts, loop = self._options.timeouts, asyncio.get_running_loop()
+        while (left_s := self._lease.left_s(loop.time())) > 0:
+            heartbeat = AgentHeartbeat(
+                node=self._options.node_rank,
+                number=self._lease.ask(loop.time()),
+                beating=self._agent.take_beating(),
+            )
+            broadcast([self._connection], encode(heartbeat))
+            await asyncio.sleep(min(left_s, timeouts.heartbeat_interval_s))
+        self._end_workers(f"node 0 did not answer within --heartbeat-timeout-s={timeouts.heartbeat_timeout_s:g}")
 
-async def _receive(connection: ClientConnection) -> ToAgent:
-    try:
-        return decode_to_agent(await connection.recv())
-    except ConnectionClosed as error:
-        raise NotStarted(f"node 0 closed the connection ({error}): see its output") from error
+    def _end_workers(self, why: str) -> None:
+        """At once: the others may be going on without this node, so nothing here may write any more.
+
+        In a job that is ending they have their grace period.
+        """
+        if self._agent.order_to_stop.done() or self._cut_off.done():
+            return
+        self._cut_off.set_result(why)
+        self._agent.kill_all()
 
 
 async def _reach(options: LaunchOptions) -> ClientConnection:
@@ -131,7 +188,9 @@ async def _reach(options: LaunchOptions) -> ClientConnection:
     deadline = loop.time() + options.timeouts.join_timeout_s
     while True:
         try:
-            return await connect(address, additional_headers=make_headers(options.token), proxy=None, **OPTIONS)
+            connection = await connect(address, additional_headers=make_headers(options.token), proxy=None, **OPTIONS)
+            detect_dead_peers(connection.transport.get_extra_info("socket"))
+            return connection
         except InvalidStatus as error:
             raise BadUsage(
                 f"node 0 at {address} refused this node (HTTP {error.response.status_code}): give all nodes the same "

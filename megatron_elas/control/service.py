@@ -25,10 +25,12 @@ from megatron_elas.control.events import AgentLost, Event, PlanMade, PlanRefused
 from megatron_elas.control.health import Health
 from megatron_elas.control.joining import find_agent_problem
 from megatron_elas.control.messages import (
+    AgentHeartbeat,
     AgentHello,
     Answer,
     BadMessage,
     FromClient,
+    Heard,
     Heartbeat,
     Hello,
     Inject,
@@ -42,12 +44,13 @@ from megatron_elas.control.messages import (
     ToAgent,
     Welcome,
     WorkerExited,
+    WorkerHung,
     decode_from_client,
     encode,
 )
 from megatron_elas.control.states import Gathering, Launch, State
 from megatron_elas.control.tools import check_injection, describe
-from megatron_elas.control.wire import OPEN_TIMEOUT_S, OPTIONS, is_authorized
+from megatron_elas.control.wire import OPEN_TIMEOUT_S, OPTIONS, detect_dead_peers, is_authorized
 from megatron_elas.planner.plan import initial_plan, replan
 from megatron_elas.spec.errors import ElasticError, ExitCode
 
@@ -55,6 +58,9 @@ logger = logging.getLogger(__name__)
 
 LAST_WORDS_S = 1.0
 """A dead worker's link normally ends at once; a process that inherited it can hold it open."""
+
+NOT_OF_WORKERS = Hello | AgentHello | AgentHeartbeat | WorkerExited | WorkerHung | InjectRequest | StatusRequest
+"""Messages that no worker sends, or not twice."""
 
 PROTOCOL_VIOLATION = 1008
 """WebSocket close code: policy violation."""
@@ -99,7 +105,9 @@ class ControlService:
         self._local_agent = local_agent
         self._show = show
         self._state: State = initial_state(launch)
-        self._health = Health(launch.timeouts.heartbeat_timeout_s)
+        timeouts = launch.timeouts
+        self._health = Health(timeouts.heartbeat_timeout_s, timeouts.interpreter_timeout_s)
+        self._agent_health = Health(timeouts.heartbeat_timeout_s)
         self._workers: dict[int, ServerConnection] = {}
         self._hung_up: dict[int, asyncio.Event] = {}
         self._agents: dict[int, ServerConnection] = {}
@@ -152,10 +160,30 @@ class ControlService:
         interval_s = min(timeouts.heartbeat_interval_s, timeouts.heartbeat_timeout_s / 10)
         while True:
             await asyncio.sleep(interval_s)
-            for worker, silent_s in self._health.find_silent(self.now()):
-                self._health.forget(worker)
-                self.apply(WorkerSilent(worker=worker, silent_s=silent_s))
+            now = self.now()
+            for node, silent_s in self._agent_health.find_silent(now):
+                self._lose_agent(node, silent_s)
+            for worker, silent_s in self._health.find_silent(now):
+                if not self._is_node_late(self._state.roster.launch.node_of(worker), now):
+                    self._health.forget(worker)
+                    self.apply(WorkerSilent(worker=worker, silent_s=silent_s))
             self.apply(Tick())
+
+    def _lose_agent(self, node: int, silent_s: float) -> None:
+        """The node does not answer. It has ended its workers by now; what reaches it after all says so too."""
+        self._agent_health.forget(node)
+        for worker in self._state.roster.launch.workers_of(node):
+            self._health.forget(worker)
+        connection = self._agents.pop(node)
+        self.apply(AgentLost(node=node, silent_s=silent_s))
+        sentence = f"node {node} did not answer for {silent_s:.1f} s, so it was taken for lost"
+        broadcast([connection], encode(StopAll(exit_code=ExitCode.CUT_OFF, sentence=sentence)))
+        self._spawn(connection.close())
+
+    def _is_node_late(self, node: int, now: float) -> bool:
+        """Whether its agent is silent as well. Then the node is judged as a whole: one loss and not one per worker."""
+        silence_s = self._agent_health.silence_of(node, now)
+        return silence_s is not None and silence_s > 2 * self._state.roster.launch.timeouts.heartbeat_interval_s
 
     # ------------------------------------------------------------ conversations
 
@@ -167,6 +195,7 @@ class ControlService:
 
     async def _converse(self, connection: ServerConnection) -> None:
         """One client, from its first message, which says what it is, to the end of its connection."""
+        detect_dead_peers(connection.transport.get_extra_info("socket"))
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 first = decode_from_client(await connection.recv())
@@ -217,7 +246,7 @@ class ControlService:
             self._health.hear_progress(worker, message.epoch, message.step, self.now())
             return
         self._health.hear(worker, self.now())
-        if isinstance(message, Hello | AgentHello | WorkerExited | InjectRequest | StatusRequest):
+        if isinstance(message, NOT_OF_WORKERS):
             raise BadMessage(f"worker {worker} cannot send {type(message).__name__}")
         self.apply(message)
 
@@ -229,16 +258,40 @@ class ControlService:
             await connection.send(encode(StopAll(exit_code=ExitCode.BAD_USAGE, sentence=problem)))
             return
         self._agents[hello.node] = connection
+        self._agent_health.hear(hello.node, self.now())
         self.apply(hello)
         try:
             async for text in connection:
-                message = decode_from_client(text)
-                if not isinstance(message, WorkerExited) or message.worker not in hello.workers:
-                    raise BadMessage(f"the agent of node {hello.node} cannot send {message}")
-                self.worker_exited(message)
+                self._hear_agent(connection, hello, decode_from_client(text))
         finally:
-            del self._agents[hello.node]
-            self.apply(AgentLost(node=hello.node))
+            if self._agents.get(hello.node) is connection:
+                del self._agents[hello.node]
+                self._agent_health.forget(hello.node)
+                self.apply(AgentLost(node=hello.node))
+
+    def _hear_agent(self, connection: ServerConnection, hello: AgentHello, message: FromClient) -> None:
+        self._agent_health.hear(hello.node, self.now())
+        match message:
+            case AgentHeartbeat(node=node, number=number, beating=beating) if node == hello.node:
+                self.vouch([worker for worker in beating if worker in hello.workers])
+                broadcast([connection], encode(Heard(number=number)))
+            case WorkerExited() | WorkerHung() if message.worker in hello.workers:
+                self.hear_of_worker(message)
+            case _:
+                raise BadMessage(f"the agent of node {hello.node} cannot send {message}")
+
+    def vouch(self, workers: Sequence[int]) -> None:
+        """An agent sees these run, also those whose Python has no time for heartbeats."""
+        now = self.now()
+        for worker in workers:
+            self._health.vouch(worker, now)
+
+    def hear_of_worker(self, message: WorkerExited | WorkerHung) -> None:
+        """An agent tells of a worker's process."""
+        if isinstance(message, WorkerExited):
+            self.worker_exited(message)
+        else:
+            self.apply(message)
 
     def worker_exited(self, message: WorkerExited) -> None:
         """An agent saw a process end.

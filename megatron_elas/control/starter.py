@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from megatron_elas.control.starter_messages import (
     decode_from_starter,
     encode_line,
 )
+from megatron_elas.control.vitals import Sign, StateFile
 from megatron_elas.spec.errors import BadUsage, ElasticError
 
 MAX_LINE_BYTES = 1 << 20
@@ -49,6 +51,8 @@ class Starter:
         self._writer = writer
         self._on_end = on_end
         self._running: set[int] = set()
+        self._slots: dict[int, int] = {}
+        self._states: dict[int, StateFile] = {}
         self._reading: asyncio.Task[None] | None = None
 
     @staticmethod
@@ -65,7 +69,7 @@ class Starter:
             preload: ``module:function`` to call before the first fork, or None.
             environ: Environment while preloading; workers bring their own.
             on_death: Called on the event loop when a worker is found dying, as long before its end as the kernel needs
-                to free its memory. Not for every worker.
+                to free its memory; not when it ends in order.
             on_end: Called on the event loop, once per worker that was started.
 
         Raises:
@@ -114,9 +118,23 @@ class Starter:
     def start(self, request: StartWorker) -> None:
         """Start a worker. Its end is reported like any other, also when it cannot run."""
         self._running.add(request.worker)
-        if not request.fresh:
-            request = msgspec.structs.replace(request, watch_slot=self._watch_worker(request.worker))
-        self._writer.write(encode_line(request))
+        slot = self._watch_worker(request.worker)
+        if slot is not None:
+            self._slots[request.worker] = slot
+        self._writer.write(encode_line(msgspec.structs.replace(request, watch_slot=slot)))
+
+    def look(self) -> dict[int, Sign]:
+        """What is seen now of the workers that run and hold their slots."""
+        signs = {}
+        for worker in self._running & self._slots.keys():
+            slot = self._slots[worker]
+            pid = self._watch.holder(slot)
+            if pid and worker not in self._states:
+                with contextlib.suppress(OSError):  # gone already: its end is reported elsewhere
+                    self._states[worker] = StateFile(pid)
+            if worker in self._states:
+                signs[worker] = Sign(stopped=self._states[worker].is_stopped(), pulse=self._watch.pulse_ns(slot))
+        return signs
 
     def _watch_worker(self, worker: int) -> int | None:
         def note_death(slot: int, status: int, at_s: float) -> None:
@@ -134,14 +152,19 @@ class Starter:
         while line := await self._reader.readline():
             match decode_from_starter(line):
                 case WorkerEnded() as end:
-                    self._running.discard(end.worker)
+                    self._forget(end.worker)
                     self._on_end(end)
                 case answer:
                     raise AssertionError(f"the starter cannot say {answer} now")
         # The starter itself was killed, and took its workers along.
         for worker in sorted(self._running):
-            self._running.discard(worker)
+            self._forget(worker)
             self._on_end(WorkerEnded(worker=worker, status=-signal.SIGKILL, at_s=time.time()))
+
+    def _forget(self, worker: int) -> None:
+        self._running.discard(worker)
+        if (state := self._states.pop(worker, None)) is not None:
+            state.close()
 
     async def close(self) -> None:
         """Kill what still runs and wait until it is gone."""
@@ -156,4 +179,6 @@ class Starter:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
+        for worker in tuple(self._states):
+            self._forget(worker)
         self._watch.close()

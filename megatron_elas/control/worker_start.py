@@ -30,14 +30,14 @@ def become_worker(request: StartWorker, starter_pid: int, watch_fd: int) -> NoRe
     os.environ.clear()
     os.environ.update(request.environ)
     if request.fresh:
-        _exec_python(request.target)
+        _exec_python(request.target, watch_fd, request.watch_slot)
     if request.watch_slot is not None:
         death_watch.hold(watch_fd, request.watch_slot)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A line is one write: whole among those of other workers, and out when the worker dies.
             stream.reconfigure(line_buffering=True, write_through=False)
-    _end(_run(request.target), request.watch_slot)
+    _end(run_target(request.target))
 
 
 def _redirect(log_path: str | None) -> None:
@@ -51,12 +51,15 @@ def _redirect(log_path: str | None) -> None:
         os.close(log)
 
 
-def _exec_python(target: Target) -> NoReturn:
-    what = ["-m", target.name] if target.is_module else [target.name]
+def _exec_python(target: Target, watch_fd: int, watch_slot: int | None) -> NoReturn:
+    kind = "module" if target.is_module else "script"
+    what = ["-m", "megatron_elas.control.fresh_worker", str(watch_fd), str(watch_slot), kind, target.name]
+    if watch_slot is None:
+        what = ["-m", target.name] if target.is_module else [target.name]
     os.execv(sys.executable, [sys.executable, "-u", *what, *target.arguments])
 
 
-def _run(target: Target) -> int:
+def run_target(target: Target) -> int:
     """Run the target as Python would; gives the exit status."""
     sys.argv = [target.name, *target.arguments]
     try:
@@ -89,13 +92,12 @@ def _status_of(code: object) -> int:
     return 1
 
 
-def _end(status: int, watch_slot: int | None) -> NoReturn:
+def _end(status: int) -> NoReturn:
     """End as Python does, short of tearing down modules, which a fork shares with its siblings."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's non-daemon threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # None when elasrun was started with it closed
             stream.flush()
-    if watch_slot is not None:
-        death_watch.release(watch_slot)
+    death_watch.release()
     os._exit(status)

@@ -24,6 +24,8 @@ class ExitCode(enum.IntEnum):
     """Python, torch or Megatron is outside the supported range, or a symbol moved."""
     NOT_SAVED = 7
     """Training reached its end, but its last checkpoint could not be saved."""
+    CUT_OFF = 8
+    """This node lost node 0; its workers were ended, and the job goes on without them if it can."""
 
 
 class ElasticError(RuntimeError):

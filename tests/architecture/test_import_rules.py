@@ -20,11 +20,14 @@ WITHOUT_MEGATRON = ("runtime", "platform", "testing")
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
+from importlib.machinery import ExtensionFileLoader
 name, *unwanted = sys.argv[1:]
 module = importlib.import_module(name)
 if name.count(".") and hasattr(module, "__path__"):
     for found in pkgutil.walk_packages(module.__path__, name + "."):
-        if not found.name.endswith("__main__"):
+        # A library of plain functions (megatron_elas/native.py) has the name of a module, but is none.
+        is_library = isinstance(found.module_finder.find_spec(found.name).loader, ExtensionFileLoader)
+        if not found.name.endswith("__main__") and not is_library:
             importlib.import_module(found.name)
 loaded = [word for word in unwanted if word in sys.modules]
 sys.exit("importing " + name + " loads " + ", ".join(loaded) if loaded else 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 TESTS = REPO / "tests"
 PACKAGE = REPO / "megatron_elas"
-FOLDERS_OF_THEIR_OWN = {"architecture", "benchmarks", "distributed", "fault", "golden", "scripts"}
+FOLDERS_OF_THEIR_OWN = {"architecture", "benchmarks", "distributed", "fault", "golden", "network", "scripts"}
 """Tests of several packages together, or of programs beside the package."""
 
 

@@ -65,9 +65,9 @@ class Job:
         """Processes under the launcher, now."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def finish(self) -> Outcome:
+    def finish(self, wait_s: float = WAIT_S) -> Outcome:
         """Wait for its end."""
-        code = self.process.wait(WAIT_S)
+        code = self.process.wait(wait_s)
         self._reader.join(WAIT_S)
         assert self.process.stderr is not None
         return Outcome(code=code, out="".join(self.lines), err=self.process.stderr.read())

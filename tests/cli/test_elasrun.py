@@ -21,6 +21,7 @@ import pytest
 
 from megatron_elas.cli.launch_flags import TIMEOUT_HELP, build_parser
 from megatron_elas.config import ControlTimeouts
+from megatron_elas.control import pulse
 from tests.cli.launcher import FAST, TOY, WAIT_S, Job, elasrun, launched, wait_gone, write_script
 
 pytestmark = pytest.mark.process
@@ -314,7 +315,7 @@ def test_the_launcher_imports_no_torch() -> None:
     ("fault", "reason"),
     [
         ("kill:worker=3@step=5,phase=between", "exited, killed by SIGKILL"),
-        ("stop:worker=3@step=5,phase=between", "silent, no heartbeat"),
+        ("stop:worker=3@step=5,phase=between", "silent, its process is stopped, for 0."),
         ("exit:worker=3@step=5,phase=between", "exited, exited with status 1"),
         (
             "exception:worker=3@step=5,phase=between",
@@ -333,6 +334,22 @@ def test_a_job_that_loses_a_worker_goes_on_with_the_others(fault: str, reason: s
     names, values = header.split(), [float(text) for text in numbers.split("(")[0].split()]
     assert names[0] == "detect" and names[-1] == "total"
     assert sum(values[:-1]) == pytest.approx(values[-1], abs=1e-6)
+
+
+@pytest.mark.skipif(pulse._library is None, reason="no C library (make native)")
+@pytest.mark.parametrize(
+    ("native", "reason"),
+    [("1", "exited, killed by SIGKILL"), pytest.param("0", "silent, no heartbeat", marks=pytest.mark.slow)],
+)
+def test_a_worker_that_holds_the_interpreter_lock_for_long_is_not_lost(native: str, reason: str) -> None:
+    """It is lost right after, by a scripted fault. Without the C library it would have been before."""
+    with launched(
+        "--nproc-per-node", "2", *FAST, "--heartbeat-timeout-s=1", TOY, "1", "2", "1",
+        "kill:worker=1@step=6,phase=between", environ={"TOY_HOLDS_LOCK": "1", "ELAS_NATIVE": native},
+    ) as job:  # fmt: skip
+        outcome = job.finish(wait_s=80)
+    assert outcome.code == 0, outcome
+    assert re.search(rf"lost     worker 1 \(stage 0, cell ., lane 0\): {reason}", outcome.out), outcome.out
 
 
 def run_toy_into(stdout: int | None, tmp_path: Path) -> subprocess.CompletedProcess[str]:
@@ -448,6 +465,17 @@ def test_a_job_of_two_nodes_survives_the_death_of_one(tmp_path: Path) -> None:
         outcome = first.finish()
         assert outcome.code == 0, outcome
         assert "now      stage 0: [0] [1]" in outcome.out
+        assert not wait_gone(processes)
+    elasrun(write_script(tmp_path, ""))  # removes the folder of the killed launcher
+
+
+def test_nodes_whose_first_one_dies_kill_their_workers_and_say_so(tmp_path: Path) -> None:
+    with two_nodes() as (first, second):
+        processes = second.descendants()
+        first.process.kill()
+        outcome = second.finish()
+        assert outcome.code == 8, outcome
+        assert "the controller on node 0 is gone: the workers of this node were killed" in outcome.err
         assert not wait_gone(processes)
     elasrun(write_script(tmp_path, ""))  # removes the folder of the killed launcher
 

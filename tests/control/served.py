@@ -29,7 +29,7 @@ class Served:
     """The controller, seen from the test's thread."""
 
     def __init__(self, service: ControlService, loop: asyncio.AbstractEventLoop, port: int) -> None:
-        self._service = service
+        self.service = service
         self._loop = loop
         self.address = f"ws://127.0.0.1:{port}"
         self.orders: queue.Queue[ToAgent] = queue.Queue()
@@ -45,18 +45,22 @@ class Served:
 
     def apply(self, event: Event) -> None:
         """Let the controller see an event."""
-        self.call(self._service.worker_exited if isinstance(event, WorkerExited) else self._service.apply, event)
+        self.call(self.service.worker_exited if isinstance(event, WorkerExited) else self.service.apply, event)
+
+    def set_heartbeat_timeout(self, limit_s: float) -> None:
+        """From now on."""
+        self.service._health._limit_s = self.service._agent_health._limit_s = limit_s
 
     @property
     def state(self) -> State:
         """Its state now."""
-        return self.call(lambda: self._service.state)
+        return self.call(lambda: self.service.state)
 
     def wait_ended(self) -> EndJob:
         """How the job ended."""
 
         async def wait() -> EndJob:
-            return await asyncio.shield(self._service.ended)
+            return await asyncio.shield(self.service.ended)
 
         return asyncio.run_coroutine_threadsafe(wait(), self._loop).result(WAIT_S)
 

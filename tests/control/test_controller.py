@@ -24,6 +24,7 @@ from megatron_elas.control.messages import (
     Stop,
     StopAll,
     WorkerExited,
+    WorkerHung,
 )
 from megatron_elas.control.states import Ended, Gathering, Resuming, Running, Settling, Stopping
 from megatron_elas.planner.plan import initial_plan
@@ -268,6 +269,20 @@ def test_recover_waits_for_the_plan(running: Director) -> None:
     made = type(plan)(epoch=1, placement=plan.placement.without(request.lost), items=plan.items, backups=plan.backups)
     [(_, recover)] = told(running.send(PlanMade(plan=made, seconds=0.25)), Recover)
     assert recover.plan_s == 0.25
+
+
+def test_a_worker_that_hangs_is_killed_and_the_others_go_on(running: Director) -> None:
+    commands = running.send(WorkerHung(worker=2, detail="its process is stopped, for 0.25 s"))
+    assert TellAgent(node=0, message=KillWorker(worker=2)) in commands
+    [(workers, quiesce)] = told(commands, Quiesce)
+    assert workers == (0, 1, 3)
+    assert (quiesce.lost[0].reason, quiesce.lost[0].detail) == (LossReason.SILENT, "its process is stopped, for 0.25 s")
+
+
+def test_a_worker_that_hangs_and_takes_no_part_is_left_alone(job: JobSpec) -> None:
+    director = Director(job)
+    director.send(AgentHello(node=0, host="here", workers=(0, 1, 2, 3)), WorkerHung(worker=2, detail="x"))
+    assert isinstance(director.state, Gathering), "it may be a job without --elastic"
 
 
 def test_a_silent_worker_is_killed_and_the_others_go_on(running: Director) -> None:
@@ -621,7 +636,19 @@ def test_an_agent_that_is_gone_takes_its_workers_with_it_in_one_epoch() -> None:
     director = Director(make_job(pipeline=2, data=4), nnodes=4).start()
     [(workers, quiesce)] = told(director.send(AgentLost(node=1)), Quiesce)
     assert workers == (0, 1, 4, 5, 6, 7) and quiesce.epoch == 1
-    assert [loss.worker for loss in quiesce.lost] == [2, 3]
+    assert [(loss.worker, loss.reason) for loss in quiesce.lost] == [(2, LossReason.EXITED), (3, LossReason.EXITED)]
+
+
+def test_a_node_that_does_not_answer_is_lost_in_one_epoch_and_its_workers_are_told_to_end() -> None:
+    director = Director(make_job(pipeline=1, data=4), nnodes=2).start()
+    commands = director.send(AgentLost(node=1, silent_s=10.2))
+    [(workers, quiesce)] = told(commands, Quiesce)
+    assert workers == (0, 1) and [loss.reason for loss in quiesce.lost] == [LossReason.SILENT] * 2
+    assert quiesce.lost[0].detail == "node 1 did not answer for 10.2 s"
+    [(workers, end)] = told(commands, Stop)
+    assert workers == (2, 3) and end.exit_code == ExitCode.CUT_OFF
+    assert not director.send(AgentLost(node=1))[:-1], "its connection ends later: no second loss"
+    assert isinstance(director.state, Settling) and director.state.epoch == 1
 
 
 def test_stopping_ends_when_the_agents_are_gone_even_if_workers_were_not_reported(running: Director) -> None:

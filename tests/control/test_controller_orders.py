@@ -16,6 +16,7 @@ from megatron_elas.control.messages import (
     Recovered,
     Settled,
     WorkerExited,
+    WorkerHung,
 )
 from megatron_elas.control.states import Settling, Stopping
 from megatron_elas.planner.plan import initial_plan
@@ -52,6 +53,7 @@ events: st.SearchStrategy[Event] = st.one_of(
         workers,
         st.sampled_from([0, 1, -9]),
     ),
+    st.builds(lambda worker: WorkerHung(worker=worker, detail="stopped"), workers),
     st.builds(lambda worker: WorkerSilent(worker=worker, silent_s=3.0), workers),
     st.builds(
         lambda worker, epoch, peer: PeerUnreachable(worker=worker, epoch=epoch, peer=peer, detail="x"),

@@ -33,7 +33,7 @@ if how == "fork":
     sys.stdin.read()
 if how == "wait":
     sys.stdin.read()
-death_watch.release(slot)
+death_watch.release()
 os._exit(5)
 """
 

@@ -49,3 +49,34 @@ def test_progress_is_that_of_the_last_heartbeat() -> None:
     health = Health(10.0)
     health.hear_progress(3, epoch=1, step=7, now=2.0)
     assert health.step_of(3) == 7 and health.silence_of(3, 2.5) == 0.5
+
+
+def test_a_worker_whose_process_runs_may_be_silent_for_longer() -> None:
+    health = Health(1.0, interpreter_timeout_s=100.0)
+    beating(health, 0.0, 0, 1)
+    for tick in range(1, 500):
+        now = tick / 5
+        health.vouch(0, now)
+        health.vouch(7, now)
+        silent = [worker for worker, _ in health.find_silent(now)]
+        assert silent == ([1] if now > 1.0 else []), now
+    health.vouch(0, 100.1)
+    assert health.find_silent(100.1) == ((0, 100.1), (1, 100.1)), "but not for ever"
+
+
+def test_a_worker_that_nobody_vouches_for_any_more_is_silent() -> None:
+    health = Health(1.0, interpreter_timeout_s=100.0)
+    beating(health, 0.0, 0)
+    for now in (0.3, 0.6, 0.9, 1.2, 1.5):
+        health.vouch(0, now)
+        assert not health.find_silent(now)
+    assert not health.find_silent(2.0) and not health.find_silent(2.4)
+    assert health.find_silent(2.6) == ((0, 2.6),)
+
+
+def test_a_worker_that_hung_up_is_lost_though_its_process_runs() -> None:
+    health = Health(10.0, interpreter_timeout_s=100.0)
+    beating(health, 0.0, 0)
+    health.hang_up(0, 1.0)
+    health.vouch(0, 2.0)
+    assert health.find_silent(2.1) == ((0, 1.1),)

@@ -46,8 +46,11 @@ EXAMPLES: list[Message] = [
     messages.Inject(fault="x"),
     messages.Stop(exit_code=3, sentence="x"),
     messages.AgentHello(node=1, host="h", workers=(2, 3)),
+    messages.AgentHeartbeat(node=1, number=3, beating=(2,)),
     messages.WorkerExited(worker=1, status=-9, at_s=1.0),
+    messages.WorkerHung(worker=1, detail="x"),
     messages.Welcome(master_address="a", master_port=1, run_id="r"),
+    messages.Heard(number=3),
     messages.KillWorker(worker=1),
     messages.StopAll(exit_code=1, sentence="x"),
     messages.InjectRequest(fault="x"),
@@ -72,7 +75,7 @@ def test_a_message_is_read_back_by_those_it_is_for_and_by_nobody_else(message: M
 
 @given(st.binary(max_size=50) | st.text(max_size=50))
 def test_any_bytes_are_refused_with_a_sentence(noise: bytes | str) -> None:
-    with pytest.raises(BadMessage, match="not a message of protocol version 1"):
+    with pytest.raises(BadMessage, match=f"not a message of protocol version {messages.PROTOCOL_VERSION}:"):
         decode_from_client(noise)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import queue
+import re
 import socket
 import statistics
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -17,9 +20,11 @@ from megatron_elas.control.commands import EndJob
 from megatron_elas.control.events import Terminate
 from megatron_elas.control.link import ControlLink
 from megatron_elas.control.messages import (
+    AgentHeartbeat,
     AgentHello,
     Answer,
     Finished,
+    Heard,
     InjectRequest,
     KillWorker,
     Message,
@@ -30,6 +35,7 @@ from megatron_elas.control.messages import (
     Stop,
     StopAll,
     WorkerExited,
+    WorkerHung,
     decode_answer,
     decode_to_agent,
     decode_to_worker,
@@ -37,13 +43,16 @@ from megatron_elas.control.messages import (
 )
 from megatron_elas.control.port import LinkPort
 from megatron_elas.control.states import Gathering, Running
-from megatron_elas.control.wire import make_headers
+from megatron_elas.control.wire import KEEPALIVE_S, make_headers
 from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged, ExitCode
+from megatron_elas.spec.events import WorkerLost
 from megatron_elas.spec.report import RecoveryReport
-from tests.control.jobs import make_hello, make_job, make_report
+from tests.control.jobs import TIMEOUTS, make_hello, make_job, make_report
 from tests.control.served import TOKEN, WAIT_S, WELCOME, Member, Served, joined, serving
 
 JOB = make_job(pipeline=2, data=2)
+PATIENT = replace(TIMEOUTS, heartbeat_timeout_s=20.0, settle_timeout_s=20.0, resume_timeout_s=20.0, join_timeout_s=20.0)
+"""For agents that send no heartbeats."""
 
 
 @contextlib.contextmanager
@@ -303,7 +312,7 @@ def test_noise_on_the_port_disturbs_nobody() -> None:
 
 
 def test_an_agent_is_welcomed_reports_and_is_told_to_stop() -> None:
-    with serving(4, nnodes=2) as served, dialled(served) as agent:
+    with serving(4, nnodes=2, timeouts=PATIENT) as served, dialled(served) as agent:
         agent.send(encode(AgentHello(node=1, host="there", workers=(2, 3))))
         assert decode_to_agent(agent.recv(timeout=WAIT_S)) == WELCOME, "it completes the nodes"
         agent.send(encode(exited(2, 7)))
@@ -312,13 +321,83 @@ def test_an_agent_is_welcomed_reports_and_is_told_to_stop() -> None:
         assert served.orders.get(timeout=WAIT_S) == order
 
 
-def test_an_agent_that_is_gone_takes_its_workers_with_it() -> None:
-    with serving(4, nnodes=2) as served, contextlib.ExitStack() as stack:
+@pytest.fixture
+def told_to_end(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[tuple[int, int]]:
+    """Workers that were told to end, each with its exit code; they stay, being threads of this process."""
+    told: queue.Queue[tuple[int, int]] = queue.Queue()
+    monkeypatch.setattr(
+        "megatron_elas.control.link._end_process", lambda worker, end: told.put((worker, end.exit_code))
+    )
+    return told
+
+
+def test_an_agent_that_is_gone_takes_its_workers_with_it(told_to_end: queue.Queue[tuple[int, int]]) -> None:
+    with serving(4, nnodes=2, timeouts=PATIENT) as served, contextlib.ExitStack() as stack:
         agent = stack.enter_context(dialled(served))
         agent.send(encode(AgentHello(node=1, host="there", workers=(2, 3))))
         members = stack.enter_context(joined(served, make_job(pipeline=1, data=4)))
         agent.close()
         assert [loss.worker for loss in members[0].link.wait_quiesce(0, WAIT_S).lost] == [2, 3]
+        ended = sorted(told_to_end.get(timeout=WAIT_S) for _ in range(2))
+        assert ended == [(2, ExitCode.CUT_OFF), (3, ExitCode.CUT_OFF)]
+
+
+def test_a_node_that_falls_silent_is_lost_as_a_whole_and_told_so(told_to_end: queue.Queue[tuple[int, int]]) -> None:
+    """Its connections stay, as when the way to it is gone."""
+    with serving(4, nnodes=2, timeouts=PATIENT) as served, contextlib.ExitStack() as stack:
+        agent = stack.enter_context(dialled(served))
+        agent.send(encode(AgentHello(node=1, host="there", workers=(2, 3))))
+        members = stack.enter_context(joined(served, make_job(pipeline=1, data=4)))
+        assert decode_to_agent(agent.recv(timeout=WAIT_S)) == WELCOME
+        agent.send(encode(AgentHeartbeat(node=1, number=0, beating=())))
+        assert decode_to_agent(agent.recv(timeout=WAIT_S)) == Heard(number=0)
+        for member in members[2:]:
+            member.link._closing.set()
+        served.set_heartbeat_timeout(0.5)
+        quiesce = members[0].link.wait_quiesce(0, WAIT_S)
+        assert quiesce.epoch == 1 and [loss.worker for loss in quiesce.lost] == [2, 3]
+        assert re.fullmatch(r"node 1 did not answer for [\d.]+ s", quiesce.lost[0].detail)
+        order = decode_to_agent(agent.recv(timeout=WAIT_S))
+        assert isinstance(order, StopAll) and order.exit_code == ExitCode.CUT_OFF
+        assert wait_closed(agent) is not None
+
+
+def test_both_ends_of_a_link_are_probed_by_the_kernel() -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        ends = [members[1].link._connection.socket]
+        ends.append(served.call(lambda: served.service._workers[1].transport.get_extra_info("socket")))
+        for end in ends:
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == KEEPALIVE_S
+
+
+def test_a_worker_that_is_vouched_for_needs_no_heartbeats() -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        for member in members[2:]:
+            member.link._closing.set()
+        lost: list[int] = []
+        while not lost:  # worker 3 is lost after the limit, for lack of a voucher
+            served.call(served.service.vouch, [2])
+            lost = [loss.worker for loss in find_losses(members[0])]
+            time.sleep(0.02)
+        assert lost == [3]
+
+
+def find_losses(member: Member) -> tuple[WorkerLost, ...]:
+    with contextlib.suppress(ElasticError):
+        return member.link.wait_quiesce(0, 0.0).lost
+    return ()
+
+
+@pytest.mark.parametrize("message", [
+    AgentHeartbeat(node=0, number=0, beating=()), WorkerHung(worker=1, detail="x"), exited(1),
+    PeerUnreachable(worker=2, epoch=0, peer=3, detail="x"),
+])  # fmt: skip
+def test_an_agent_cannot_speak_for_others(message: Message) -> None:
+    with serving(4, nnodes=2, timeouts=PATIENT) as served, dialled(served) as agent:
+        agent.send(encode(AgentHello(node=1, host="there", workers=(2, 3))))
+        agent.send(encode(message))
+        assert wait_closed(agent) == 1008
 
 
 @pytest.mark.parametrize(

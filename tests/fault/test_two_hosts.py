@@ -2,117 +2,83 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.fault.runs import ITERATION, MODEL, QUICK_TIMEOUTS, REPO
-from tests.followed import Followed
+from tests.fault.runs import ITERATION, MODEL, QUICK_TIMEOUTS
+from tests.network.hosts import CABLE, Host, Node, ip, job_on
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
-ADDRESSES = ("10.77.41.1", "10.77.41.2")
-PORT = 29431
 STEPS = 30
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+TRAINING_S = 100
+Launch = Callable[..., list[Node]]
 
 
 @pytest.fixture
-def hosts() -> Iterator[tuple[str, str]]:
-    """Names of two namespaces that reach each other over one cable. Skips where they may not be made."""
+def hosts() -> Iterator[list[Host]]:
+    """Two namespaces that reach each other over one cable. Skips where they may not be made."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2 (apt-get install iproute2)")
-    names = (f"elas{os.getpid()}a", f"elas{os.getpid()}b")
+    hosts = [Host(namespace=f"elas{os.getpid()}{end}", address=f"10.77.41.{n}") for n, end in ((1, "a"), (2, "b"))]
+    names = [host.namespace for host in hosts]
     made = []
     try:
         try:
             for name in names:
                 ip("netns", "add", name)
                 made.append(name)
-            ip("link", "add", "elasv0", "netns", names[0], "type", "veth", "peer", "elasv1", "netns", names[1])
+            ip("link", "add", CABLE, "netns", names[0], "type", "veth", "peer", CABLE, "netns", names[1])
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces are not allowed here: {error.stderr.decode().strip()}")
-        for number, name in enumerate(names):
-            ip("-n", name, "addr", "add", f"{ADDRESSES[number]}/24", "dev", f"elasv{number}")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", f"elasv{number}", "up")
-        yield names
+        for host in hosts:
+            ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", CABLE)
+            ip("-n", host.namespace, "link", "set", "lo", "up")
+            ip("-n", host.namespace, "link", "set", CABLE, "up")
+        yield hosts
     finally:
         for name in made:
             ip("netns", "del", name)
 
 
-class Node(Followed):
-    """One host's launcher, its output read as it comes."""
-
-    def __init__(self, host: str, rank: int, token: Path, flags: tuple[str, ...]) -> None:
-        command = [
-            "ip", "netns", "exec", host, sys.executable, "-m", "megatron_elas.cli.elasrun", "--nnodes=2",
-            f"--node-rank={rank}", f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}", f"--token-file={token}",
-            "--nproc-per-node=2", *QUICK_TIMEOUTS, "-m", "megatron_elas.pretrain_gpt", *MODEL,
-            f"--train-iters={STEPS}", "--global-batch-size=8", "--elastic", *flags,
-        ]  # fmt: skip
-        # A launcher that gets SIGKILL cannot remove its folder of the run; so let it lie where pytest cleans up.
-        folder = token.parent / f"host{rank}"
-        folder.mkdir()
-        environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONWARNINGS": "ignore", "TMPDIR": str(folder)}
-        super().__init__(command, environment, REPO, patience_s=60)
-
-    def finish(self, timeout_s: float = 100) -> int:
-        """Its exit code, when all output is read."""
-        try:
-            return self.process.wait(timeout_s)
-        finally:
-            if self.process.poll() is None:
-                self.process.terminate()
-                self.process.wait()
-            self._reader.join()
-
-
 @pytest.fixture
-def launch(hosts: tuple[str, str], tmp_path: Path) -> Iterator[object]:
+def launch(hosts: list[Host], tmp_path: Path) -> Iterator[Launch]:
     """Starts a job of two nodes with two workers each; ends whatever is left of it."""
-    token = tmp_path / "token"
-    token.write_text("a secret of this test\n")
-    token.chmod(0o600)
-    nodes: list[Node] = []
+    with contextlib.ExitStack() as stack:
 
-    def start(*flags: str) -> tuple[Node, Node]:
-        nodes.extend(Node(host, rank, token, flags) for rank, host in enumerate(hosts))
-        return nodes[0], nodes[1]
+        def start(*flags: str) -> list[Node]:
+            common = (
+                "--nproc-per-node=2", *QUICK_TIMEOUTS, "-m", "megatron_elas.pretrain_gpt", *MODEL,
+                f"--train-iters={STEPS}", "--global-batch-size=8", "--elastic",
+            )  # fmt: skip
+            return stack.enter_context(job_on(hosts, tmp_path, (*common, *flags), {}))
 
-    yield start
-    for node in nodes:
-        if node.process.poll() is None:
-            node.process.kill()
-        node.finish()
+        yield start
 
 
-def test_a_worker_of_another_host_is_lost_and_training_goes_on(launch) -> None:  # type: ignore[no-untyped-def]
+def test_a_worker_of_another_host_is_lost_and_training_goes_on(launch: Launch) -> None:
     fault = "kill:worker=3@step=5,phase=forward,microbatch=1"
     first, second = launch("--pipeline-model-parallel-size=2", "--elastic-inject", fault)
-    assert (first.finish(), second.finish()) == (0, 0), first.output[-4000:] + second.output[-4000:]
+    assert (first.finish(TRAINING_S), second.finish(TRAINING_S)) == (0, 0), first.output[-4000:] + second.output[-4000:]
     assert f"fault strikes: {fault}" in second.output
     assert "now      stage 0: [0] [1] | stage 1: [2]" in first.output
     assert [int(number) for number, _, _ in ITERATION.findall(second.output)] == list(range(1, STEPS + 1))
 
 
-def test_a_whole_host_is_lost_and_the_copies_on_the_other_one_are_used(launch) -> None:  # type: ignore[no-untyped-def]
+def test_a_whole_host_is_lost_and_the_copies_on_the_other_one_are_used(launch: Launch) -> None:
     first, second = launch()
     second.wait_for(r"iteration +6/")
     launcher = find_launcher(second.process.pid)
     os.kill(launcher, signal.SIGKILL)
-    assert first.finish() == 0, first.output[-4000:]
-    second.finish()
+    assert first.finish(TRAINING_S) == 0, first.output[-4000:]
+    second.finish(TRAINING_S)
     assert "lost     worker 2 " in first.output and "lost     worker 3 " in first.output
     assert "now      stage 0: [0] [1]" in first.output
     lines = [int(number) for node in (second, first) for number, _, _ in ITERATION.findall(node.output)]

@@ -1,16 +1,20 @@
 """An elastic worker without torch: steps, and the control plane's protocol around them.
 
 Usage: toy_elastic_worker.py STAGES ROWS LOSSES [FAULT]. Ends when as many workers were lost as LOSSES says. With
-TOY_NEVER_RECOVERS in the environment it hangs in its first step after a recovery.
+TOY_NEVER_RECOVERS in the environment it hangs in its first step after a recovery. The worker TOY_HOLDS_LOCK makes a
+call of HOLD_S in its fifth step, in which no other thread of its interpreter runs. In the folder TOY_DIARY each worker
+writes down the epoch, number and time of its steps.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 from megatron_elas.control.environment import WorkerEnvironment
 from megatron_elas.control.link import ControlLink
@@ -23,6 +27,7 @@ from megatron_elas.spec.report import Holding, RecoveryReport, SettleReport
 from megatron_elas.testing.faults import FaultInjector
 
 STEP_S = 0.01
+HOLD_S = 2.5
 WAIT_S = 30.0
 VERSIONS = tuple(range(1000))
 """A toy state exists in every version, so that steps need not be in lockstep."""
@@ -55,13 +60,18 @@ class Toy:
             self.worker,
             lambda fault, at_s: self.link.send(FaultFired(worker=self.worker, fault=str(fault), at_s=at_s)),
         )
+        diary = Path(os.environ["TOY_DIARY"]) / str(self.worker) if "TOY_DIARY" in os.environ else Path(os.devnull)
+        self.diary = diary.open("a", buffering=1)
         self.plans: list[ElasticPlan] = [self.link.wait_start(WAIT_S).plan]
         print(f"worker {self.worker} starts", flush=True)
 
     def train(self, num_losses: int) -> None:
         report = None
         while self.num_lost < num_losses or report is not None:
+            if self.step == 5 and os.environ.get("TOY_HOLDS_LOCK") == str(self.worker):
+                ctypes.PyDLL(None).usleep(round(HOLD_S * 1e6))
             self.injector.at(self.step, FaultPhase.BETWEEN)
+            self.diary.write(f"{self.epoch} {self.step} {time.time()}\n")
             if self.quiesced.wait(STEP_S):
                 report = self.recover()
             elif report is not None and "TOY_NEVER_RECOVERS" in os.environ:
