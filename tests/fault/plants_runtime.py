@@ -72,7 +72,7 @@ def runtime_plants(scene: Scene) -> dict[str, Plant]:
     @contextlib.contextmanager
     def frames() -> Iterator[None]:
         with link(scene, peer, free) as planted:
-            planted._frames.append((b"", b""))
+            planted.post(scene.epoch, 0, memoryview(bytes(16 << 20)))  # nobody reads it
             yield
 
     @contextlib.contextmanager

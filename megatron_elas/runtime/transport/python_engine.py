@@ -1,0 +1,158 @@
+"""Exchanges and programs in Python; what each function does is what its twin in ``_core.c`` does."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from megatron_elas.runtime.transport.base import ProtocolError
+from megatron_elas.runtime.transport.engine import Bound, Call, Control
+from megatron_elas.runtime.transport.link import Link
+from megatron_elas.runtime.transport.program import Copy, Program, Region
+from megatron_elas.runtime.transport.python_link import BLOCKED, DONE, PythonLink
+
+
+class _Waiting:
+    """What an exchange still has to do on one link."""
+
+    __slots__ = ("deaf", "events", "link", "parts", "ticket")
+
+    def __init__(self, link: PythonLink) -> None:
+        self.link = link
+        self.ticket = 0
+        self.parts: deque[memoryview] = deque()
+        self.events = 0
+        self.deaf = False
+        """A frame of a later operation waits on it, so it is not listened to."""
+
+
+class PythonEngine:
+    """Implements ``engine.Engine``."""
+
+    name = "links in Python"
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._scratches = threading.local()
+
+    def link(self, peer: int, channel: int, sock: socket.socket, epoch: int) -> Link:
+        """See ``engine.Engine``."""
+        return PythonLink(peer, channel, sock, epoch)
+
+    def forget(self) -> None:
+        """See ``engine.Engine``."""
+
+    def exchange(self, call: Call, sends: Sequence[Bound], receives: Sequence[Bound]) -> None:
+        """See ``engine.Engine``."""
+        waiting: dict[int, _Waiting] = {}
+        try:
+            for link, buffer in sends:
+                assert isinstance(link, PythonLink)
+                ticket = link.send(call.epoch, call.tag, buffer)
+                if ticket:
+                    waits = waiting.get(link.fd)
+                    if waits is None:
+                        waits = waiting[link.fd] = _Waiting(link)
+                    waits.ticket = ticket
+            for link, buffer in receives:
+                assert isinstance(link, PythonLink)
+                waits = waiting.get(link.fd)
+                if waits is None:
+                    waits = waiting[link.fd] = _Waiting(link)
+                waits.parts.append(buffer)
+            if waiting:
+                self._wait(waiting, call)
+        except ProtocolError:
+            for link, _ in sends:
+                assert isinstance(link, PythonLink)
+                link.keep_half_frame()
+            raise
+        except BaseException:
+            for link, _ in sends:
+                link.cut()
+            raise
+
+    def run(self, call: Call, program: Program, links: Mapping[int, Link], buffers: Sequence[memoryview]) -> None:
+        """See ``engine.Engine``."""
+        places = [*buffers, self._scratch(program.scratch_bytes)]  # SCRATCH is the last
+
+        def at(region: Region) -> memoryview:
+            return places[region.buffer][region.start : region.start + region.size]
+
+        for sends, receives, then in program.rounds:
+            if self._control.cancelled.value:
+                raise self._control.refusal()
+            self.exchange(
+                call,
+                [(links[peer], at(region)) for peer, region in sends],
+                [(links[peer], at(region)) for peer, region in receives],
+            )
+            for step in then:
+                if isinstance(step, Copy):
+                    if step.source != step.target:
+                        at(step.target)[:] = at(step.source)
+                else:
+                    assert program.reducer is not None, "a program that reduces needs a reducer"
+                    program.reducer.reduce([at(source) for source in step.sources], at(step.target))
+
+    def _scratch(self, size: int) -> memoryview:
+        """Memory of the calling thread, kept: fresh memory costs a page fault per 4 KiB."""
+        have: bytearray | None = getattr(self._scratches, "bytes", None)
+        if have is None or len(have) < size:
+            have = self._scratches.bytes = bytearray(max(size, 1 << 16))
+        return memoryview(have)
+
+    def _wait(self, waiting: dict[int, _Waiting], call: Call) -> None:
+        """Receive, and send what is queued, until nothing waits."""
+        poller: select.poll | None = None
+        ready = list(waiting)
+        control = self._control
+        while True:
+            for fd in ready:
+                waits = waiting.get(fd)
+                if waits is None:
+                    continue
+                self._advance(waits, call)
+                if not waits.parts and not waits.ticket:
+                    del waiting[fd]
+                    if poller is not None:
+                        poller.unregister(fd)
+                    continue
+                events = (0 if waits.deaf else select.POLLIN) | (select.POLLOUT if waits.ticket else 0)
+                if poller is not None and events != waits.events:
+                    poller.modify(fd, events)
+                waits.events = events
+            if not waiting:
+                return
+            if control.cancelled.value:
+                raise control.refusal()
+            if poller is None:
+                poller = select.poll()
+                poller.register(control.wake, select.POLLIN)
+                for fd, waits in waiting.items():
+                    poller.register(fd, waits.events)
+            left_ms = None if call.deadline is None else (call.deadline - time.monotonic()) * 1e3
+            if left_ms is not None and left_ms <= 0:
+                raise call.too_slow([waits.link for waits in waiting.values()])
+            ready = [fd for fd, _ in poller.poll(left_ms)]
+
+    def _advance(self, waits: _Waiting, call: Call) -> None:
+        link, parts = waits.link, waits.parts
+        if waits.ticket and (link.pump() or link.flushed(waits.ticket)):
+            waits.ticket = 0
+        if waits.ticket and not parts and not waits.deaf:
+            waits.deaf = not link.hear(call.epoch)
+        while parts:
+            state = link.receive(call.epoch, call.tag, parts[0])
+            if state == DONE:
+                parts.popleft()
+            elif state == BLOCKED:
+                return
+            elif self._control.cancelled.value:
+                raise self._control.refusal()
+            else:
+                waits.deaf = False
