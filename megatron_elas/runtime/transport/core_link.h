@@ -172,7 +172,7 @@ enum pumped { PUMPED_ALL, PUMPED_SOME, PUMP_BLOCKED, PUMP_LOST };
 static enum pumped pump_once(struct link *link) {
     if (link->lost) return PUMP_LOST;
     if (link->held) return PUMP_BLOCKED;
-    if (link->urgent && !link->sent) { /* between two frames, also of one part */
+    if (link->urgent && !link->sent && !(link->first && link->first->raw)) { /* between two frames, also of one part */
         link->urgent->next = link->first;
         if (!link->first) link->last = link->urgent;
         link->first = link->urgent;
