@@ -629,19 +629,37 @@ static void *carve(uint8_t **memory, size_t size) {
     return piece;
 }
 
-/* Run a program. `*made` is the operation with LOOK and REDUCE; code, links and buffers stay until it has ended. */
-int elas_run(struct op **made, const _Atomic int32_t *cancelled, int wake, uint32_t epoch, uint64_t tag,
-             int64_t deadline_ns, const int64_t *code, struct link **links, int link_count, uint8_t **buffers,
-             struct failure *failure, uint8_t *pending) {
-    if (*cancelled) return CANCELLED;
+/* What an operation needs; laid out as native_engine.py packs it. */
+struct arguments {
+    const _Atomic int32_t *cancelled;
+    int64_t wake, epoch;
+    uint64_t tag;
+    int64_t deadline_ns;
+    const int64_t *code;
+    struct link **links;
+    int64_t link_count;
+    uint8_t **buffers;
+    struct failure *failure;
+    uint8_t *pending;
+    struct op *made; /* set with LOOK and REDUCE: what elas_go_on goes on with */
+};
+
+/* Run a program. Code, links and buffers stay until it has ended. */
+int elas_run(struct arguments *call) {
+    if (*call->cancelled) return CANCELLED;
+    const int64_t *code = call->code;
     size_t parts = code[1] * sizeof(struct part), receives = code[2] * sizeof(struct receive);
-    size_t steps = code[3] * sizeof(struct step), slots = link_count * sizeof(struct slot);
-    size_t polls = (link_count + 1) * sizeof(struct pollfd), order = link_count * sizeof(int);
+    size_t steps = code[3] * sizeof(struct step), slots = call->link_count * sizeof(struct slot);
+    size_t polls = (call->link_count + 1) * sizeof(struct pollfd), order = call->link_count * sizeof(int);
     uint8_t *memory = malloc(sizeof(struct op) + parts + receives + steps + slots + polls + order + 7 * 16);
-    if (!memory) return NO_MEMORY;
+    if (!memory) {
+        call->failure->link = -1;
+        return NO_MEMORY;
+    }
     struct op *op = carve(&memory, sizeof *op);
-    *op = (struct op){.cancelled = cancelled, .wake = wake, .epoch = epoch, .tag = tag, .deadline_ns = deadline_ns,
-                      .links = link_count, .link = links, .buffer = buffers, .code = code + 4, .rounds_left = code[0]};
+    *op = (struct op){.cancelled = call->cancelled, .wake = call->wake, .epoch = call->epoch, .tag = call->tag,
+                      .deadline_ns = call->deadline_ns, .links = call->link_count, .link = call->links,
+                      .buffer = call->buffers, .code = code + 4, .rounds_left = code[0]};
     op->parts = carve(&memory, parts);
     op->receives = carve(&memory, receives);
     op->step_list = carve(&memory, steps);
@@ -649,9 +667,8 @@ int elas_run(struct op **made, const _Atomic int32_t *cancelled, int wake, uint3
     op->polls = carve(&memory, polls);
     op->order = carve(&memory, order);
     memset(op->slots, 0, slots);
-    int status = elas_go_on(op, failure, pending);
-    *made = status == LOOK || status == REDUCE ? op : NULL;
-    return status;
+    call->made = op;
+    return elas_go_on(op, call->failure, call->pending);
 }
 
 /* For tests of the reductions. */

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from megatron_elas.runtime.transport.base import ProtocolError
@@ -78,17 +78,11 @@ class Engine(Protocol):
     def exchange(self, call: Call, sends: Sequence[Bound], receives: Sequence[Bound]) -> None:
         """Run all transfers at once."""
 
-    def run(self, call: Call, program: Program, links: Mapping[int, Link], buffers: Sequence[memoryview]) -> None:
-        """Run a program. ``links`` leads to all its peers."""
+    def run(self, call: Call, program: Program, link_to: Callable[[int], Link], buffers: Sequence[memoryview]) -> None:
+        """Run a program. ``link_to`` opens the link to a peer, or finds it open."""
 
     def forget(self) -> None:
-        """An epoch begins: drop what was kept for the programs of the last one."""
-
-
-def program_peers(program: Program) -> tuple[int, ...]:
-    """Whom a program talks to."""
-    transfers = (transfer for sends, receives, _ in program.rounds for part in (sends, receives) for transfer in part)
-    return tuple(dict.fromkeys(transfer.peer for transfer in transfers))
+        """Links have gone: drop what was kept for programs."""
 
 
 _said_in: set[int] = set()

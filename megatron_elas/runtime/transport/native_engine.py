@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import struct
 import threading
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_elas.runtime.transport.base import ProtocolError
@@ -34,11 +35,26 @@ _COPY, _REDUCE_HERE, _REDUCE_IN_PYTHON = 0, 1, 2  # enum step_kind
 
 _KEPT_PROGRAMS = 512
 
+_ARGUMENTS = struct.Struct("@PqqQqPPqPPPP")
+"""``struct arguments`` of ``_core.c``."""
+_MADE_AT = _ARGUMENTS.size - struct.calcsize("P")
+
+
+class _Bound:
+    """Links as the core wants them."""
+
+    __slots__ = ("handles", "links", "where")
+
+    def __init__(self, links: list[Link]) -> None:
+        self.links = links
+        self.handles = array("q", [link.handle for link in links])  # type: ignore[attr-defined]
+        self.where: int = self.handles.buffer_info()[0]
+
 
 class _Compiled:
     """A program as the core reads it, see the head of ``_core.c``."""
 
-    __slots__ = ("buffers", "code", "in_python", "needs", "peers", "program", "where", "written")
+    __slots__ = ("bound", "buffers", "code", "in_python", "needs", "peers", "program", "where", "written")
 
     def __init__(self, program: Program) -> None:
         """Flatten it.
@@ -85,6 +101,16 @@ class _Compiled:
         self.peers = list(positions)
         self.code = array("q", numbers)
         self.where: int = self.code.buffer_info()[0]
+        self.bound: dict[int, _Bound] = {}
+        """By channel."""
+
+    def bind(self, channel: int, link_to: Callable[[int], Link]) -> _Bound:
+        """The links of a channel, in the order of ``peers``."""
+        links = [link_to(peer) for peer in self.peers]
+        bound = self.bound.get(channel)
+        if bound is None or bound.links != links:
+            bound = self.bound[channel] = _Bound(links)
+        return bound
 
     def _place(self, region: Region) -> tuple[int, int, int]:
         return (self.buffers if region.buffer < 0 else region.buffer, region.start, region.size)
@@ -123,7 +149,10 @@ class _ThreadMemory(threading.local):
 
     def __init__(self) -> None:
         self.failure = Failure()
-        self.made = ctypes.c_void_p()
+        self.failure_at = ctypes.addressof(self.failure)
+        self.pending = ctypes.create_string_buffer(256)
+        self.arguments = bytearray(_ARGUMENTS.size)
+        self.arguments_at = address_of(memoryview(self.arguments))
         self.scratch = memoryview(bytearray(1 << 16))
         """Kept: fresh memory costs a page fault per 4 KiB."""
         self.scratch_at = address_of(self.scratch)
@@ -165,9 +194,9 @@ class NativeEngine:
             numbers += (positions.setdefault(link, len(positions)), len(addresses), 0, view.nbytes)
             addresses.append(address_of(view))
         code = array("q", numbers)
-        self._work(call, code.buffer_info()[0], list(positions), addresses, [], None, [])
+        self._work(call, code.buffer_info()[0], _Bound(list(positions)), addresses, None, [])
 
-    def run(self, call: Call, program: Program, links: Mapping[int, Link], buffers: Sequence[memoryview]) -> None:
+    def run(self, call: Call, program: Program, link_to: Callable[[int], Link], buffers: Sequence[memoryview]) -> None:
         """See ``engine.Engine``."""
         compiled = self._compiled.get(id(program))
         if compiled is None:
@@ -188,51 +217,44 @@ class NativeEngine:
                 raise TypeError(f"buffer {at} must be writable")
             addresses.append(address_of(view))
         addresses.append(memory.scratch_at)
-        self._work(
-            call,
-            compiled.where,
-            [links[peer] for peer in compiled.peers],
-            addresses,
-            compiled.in_python,
-            program,
-            [*buffers[: compiled.buffers], memory.scratch],
-        )
+        bound = compiled.bind(call.channel, link_to)
+        self._work(call, compiled.where, bound, addresses, compiled, [*buffers[: compiled.buffers], memory.scratch])
 
     def _work(
         self,
         call: Call,
         code: int,
-        links: list[Link],
+        bound: _Bound,
         addresses: list[int],
-        in_python: list[Reduce],
-        program: Program | None,
+        compiled: _Compiled | None,
         places: list[memoryview],
     ) -> None:
         """Run code to its end. The caller keeps alive what it points to."""
-        memory, control, core = self._memory, self._control, self._core
-        count = len(links)
-        handles = (ctypes.c_void_p * count)(*[link.handle for link in links])  # type: ignore[attr-defined]
-        buffers = (ctypes.c_void_p * len(addresses))(*addresses)
-        pending = ctypes.create_string_buffer(count) if count > 32 else (ctypes.c_char * 32)()
-        failure, made = memory.failure, memory.made
-        deadline_ns = 0 if call.deadline is None else max(1, int(call.deadline * 1e9))
-        status: int = core.elas_run(
-            made, self._cancelled, control.wake, call.epoch, call.tag, deadline_ns, code, handles, count, buffers,
-            failure, pending,
+        memory, core = self._memory, self._core
+        buffers = array("q", addresses)
+        failure, pending, arguments = memory.failure, memory.pending, memory.arguments
+        count = len(bound.links)
+        if count > len(pending):
+            pending = memory.pending = ctypes.create_string_buffer(count)
+        _ARGUMENTS.pack_into(
+            arguments, 0, self._cancelled, self._control.wake, call.epoch, call.tag,
+            0 if call.deadline is None else max(1, int(call.deadline * 1e9)),
+            code, bound.where, count, buffers.buffer_info()[0],
+            memory.failure_at, ctypes.addressof(pending), 0,
         )  # fmt: skip
+        status: int = core.elas_run(memory.arguments_at)
         if status == FINISHED:
             return
         if status > 0:
-            operation = made.value
+            (operation,) = struct.unpack_from("P", arguments, _MADE_AT)
             over = False
             try:
                 while status > 0:
                     if status == REDUCE:
-                        step = in_python[failure.want]
-                        assert program is not None and program.reducer is not None
-                        program.reducer.reduce(
-                            [_view(places, source) for source in step.sources], _view(places, step.target)
-                        )
+                        assert compiled is not None and compiled.program.reducer is not None
+                        step = compiled.in_python[failure.want]
+                        sources = [_view(places, source) for source in step.sources]
+                        compiled.program.reducer.reduce(sources, _view(places, step.target))
                     else:
                         assert status == LOOK  # pending signals are handled here, between two calls
                     over = True
@@ -242,7 +264,7 @@ class NativeEngine:
                 if not over:
                     core.elas_abandon(operation)
         if status != FINISHED:
-            raise self._error(status, failure, links, call, pending.raw)
+            raise self._error(status, failure, bound.links, call, pending.raw)
 
     def _error(self, status: int, failure: Failure, links: list[Link], call: Call, pending: bytes) -> Exception:
         if status == CANCELLED:

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 import socket
-from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_int32, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 import numpy as np
@@ -51,13 +51,7 @@ _SIGNATURES = {
     "elas_link_pump": (c_int, [c_void_p]),
     "elas_link_object": (c_int, [c_void_p, c_uint32, c_char_p, c_uint64]),
     "elas_link_post": (c_int, [c_void_p, c_void_p, c_uint32, c_uint64, c_void_p, c_uint64]),
-    "elas_run": (
-        c_int,
-        [
-            *(POINTER(c_void_p), c_void_p, c_int, c_uint32, c_uint64, c_int64, c_void_p, c_void_p, c_int, c_void_p),
-            *(POINTER(Failure), c_void_p),
-        ],
-    ),
+    "elas_run": (c_int, [c_void_p]),
     "elas_go_on": (c_int, [c_void_p, POINTER(Failure), c_void_p]),
     "elas_abandon": (None, [c_void_p]),
     "elas_reduce": (None, [c_int, c_int, POINTER(c_void_p), c_uint64, c_void_p, c_uint64]),

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_elas.runtime.transport.base import ProtocolError
 from megatron_elas.runtime.transport.engine import Bound, Call, Control
@@ -76,7 +76,7 @@ class PythonEngine:
                 link.cut()
             raise
 
-    def run(self, call: Call, program: Program, links: Mapping[int, Link], buffers: Sequence[memoryview]) -> None:
+    def run(self, call: Call, program: Program, link_to: Callable[[int], Link], buffers: Sequence[memoryview]) -> None:
         """See ``engine.Engine``."""
         places = [*buffers, self._scratch(program.scratch_bytes)]  # SCRATCH is the last
 
@@ -88,8 +88,8 @@ class PythonEngine:
                 raise self._control.refusal()
             self.exchange(
                 call,
-                [(links[peer], at(region)) for peer, region in sends],
-                [(links[peer], at(region)) for peer, region in receives],
+                [(link_to(peer), at(region)) for peer, region in sends],
+                [(link_to(peer), at(region)) for peer, region in receives],
             )
             for step in then:
                 if isinstance(step, Copy):

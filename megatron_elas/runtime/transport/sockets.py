@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron_elas.runtime.transport.base import Part, ProtocolError
 from megatron_elas.runtime.transport.connections import Connections
-from megatron_elas.runtime.transport.engine import Call, Control, Objection, choose_engine, program_peers
+from megatron_elas.runtime.transport.engine import Call, Control, Objection, choose_engine
 from megatron_elas.runtime.transport.link import Link
 from megatron_elas.runtime.transport.posts import PostSender
 from megatron_elas.runtime.transport.program import Program
@@ -139,14 +139,12 @@ class SocketTransport:
         """See ``base.Transport``."""
         if self._cancelled or self._failure is not None:
             raise self.refusal()
-        links: dict[int, Link] = {}
         try:
             call = Call.begin(channel, self._epoch, tag, limit_s)
-            for peer in program_peers(program):
-                links[peer] = self._link(peer, channel)
-            self._engine.run(call, program, links, buffers)
+            self._engine.run(call, program, lambda peer: self._link(peer, channel), buffers)
         except BaseException as error:
-            self._break_off(channel, links.values(), error)
+            used = [link for key, link in self._links.copy().items() if key[1] == channel]
+            self._break_off(channel, used, error)
             raise
 
     def post(self, channel: int, tag: int, part: Part) -> None:
@@ -163,7 +161,8 @@ class SocketTransport:
             raise
 
     def _link(self, peer: int, channel: int) -> Link:
-        return self._links.get((peer, channel)) or self._connections.open(peer, channel)
+        link = self._links.get((peer, channel))
+        return self._connections.open(peer, channel) if link is None else link
 
     # ------------------------------------------------------------------ failing
 
@@ -235,6 +234,7 @@ class SocketTransport:
 
     def keep_links(self, is_used: Callable[[int, int], bool]) -> None:
         """See ``base.Transport``."""
+        self._engine.forget()
         self._connections.keep(is_used)
 
     def close(self) -> None:

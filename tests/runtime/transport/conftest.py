@@ -17,6 +17,14 @@ ENGINES: dict[str, Callable[[int], bool]] = {
 }
 """By name: which workers use the C core."""
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The quick set has both engines together only where that matters most: programs, cancels, wrong use."""
+    for item in items:
+        if item.path.name == "test_sockets.py" and "mixed" in item.name:
+            item.add_marker(pytest.mark.slow)
+
+
 needs_library = pytest.mark.skipif(library() is None, reason="the C core is not built; run make native")
 
 
