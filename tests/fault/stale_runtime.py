@@ -139,7 +139,7 @@ def links(scene: Scene) -> Iterator[Finding]:
         if link.lost is not None or link.hung_up():
             yield f"{name} is broken: {link.lost or 'the peer hung up'}"
         if link.queued:
-            yield f"{name} has {link.queued} frames to send"
+            yield f"{name} has {link.queued} bytes to send"
 
 
 def transport(scene: Scene) -> Iterator[Finding]:

@@ -167,14 +167,17 @@ void elas_link_resume(struct link *link) {
     pthread_mutex_unlock(&link->lock);
 }
 
-/* Parts that wait to be sent. */
-int elas_link_queued(struct link *link) {
-    int count = 0;
+/* Bytes that wait to be sent, headers included. */
+uint64_t elas_link_queued(struct link *link) {
     pthread_mutex_lock(&link->lock);
-    for (struct part *part = link->first; part; part = part->next) count++;
-    count += link->urgent != NULL;
+    uint64_t bytes = link->urgent ? link->urgent->size : 0;
+    for (struct part *part = link->first; part; part = part->next) {
+        uint64_t left = part->size - part->gone, frames = left ? (left + MAX_PAYLOAD - 1) / MAX_PAYLOAD : 1;
+        bytes += left + (part->raw ? 0 : frames * sizeof(struct header));
+    }
+    bytes -= link->sent;
     pthread_mutex_unlock(&link->lock);
-    return count;
+    return bytes;
 }
 
 /* Nothing is queued that may be sent now. */

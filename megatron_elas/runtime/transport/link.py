@@ -74,7 +74,7 @@ class Link(ABC):
     @property
     @abstractmethod
     def queued(self) -> int:
-        """How much waits to be sent; frames or parts, for people and tests."""
+        """Bytes that wait to be sent, headers included."""
 
     # ------------------------------------------------------------------ ending
 

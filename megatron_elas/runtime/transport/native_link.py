@@ -46,7 +46,7 @@ _SIGNATURES = {
     "elas_link_close": (None, [c_void_p]),
     "elas_link_cut": (None, [c_void_p]),
     "elas_link_resume": (None, [c_void_p]),
-    "elas_link_queued": (c_int, [c_void_p]),
+    "elas_link_queued": (c_uint64, [c_void_p]),
     "elas_link_idle": (c_int, [c_void_p]),
     "elas_link_pump": (c_int, [c_void_p]),
     "elas_link_object": (c_int, [c_void_p, c_uint32, c_char_p, c_uint64]),

@@ -119,7 +119,8 @@ class PythonLink(Link):
     @property
     def queued(self) -> int:
         """See ``Link``."""
-        return len(self._frames)
+        with self.lock:
+            return sum(len(header) + len(payload) for header, payload in self._frames) - self._offset
 
     def object(self, epoch: int, text: str) -> bool:
         """See ``Link``."""

@@ -338,7 +338,7 @@ def test_a_buffer_is_not_read_after_a_cancelled_exchange(unix_pair: list[SocketT
     with pytest.raises(EpochChanged):
         join()
     [link] = unix_pair[0]._links.values()
-    assert link.queued == 1
+    assert 0 < link.queued < HEADER_BYTES + MAX_PAYLOAD
     buffer[:] = b"x" * len(buffer)
     for transport in unix_pair:
         transport.cancel()
