@@ -35,6 +35,7 @@ enum status { /* as native_engine.py */
 enum step_kind { COPY, REDUCE_HERE, REDUCE_IN_PYTHON };
 
 #define LOOK_MS 500                   /* how long a signal may wait for the interpreter when it came between two polls */
+#define SEARCH_MS 50                  /* without any movement, after which an objection is searched for */
 #define PIECE ((uint64_t)512 << 10)   /* of reductions and copies; between two of them a cancel is noticed */
 #define EARLY ((uint64_t)64 << 10)    /* a reduction begins when that much of all its sources has arrived */
 #define ALL_SOURCES 64                /* reductions of more begin when everything has arrived */
@@ -72,7 +73,8 @@ struct slot {
     struct part *sends, *last_send; /* from the first that is not done */
     struct receive *receives, *last_receive;
     bool can_send, can_receive; /* worth trying */
-    bool deaf;  /* a frame of a later operation waits on it, so it is not listened to */
+    bool deaf;    /* a frame of this epoch waits on it though nothing is expected yet, so it is not listened to */
+    bool foreign; /* that frame is another operation's, and an objection may be behind it */
 };
 
 struct op {
@@ -114,6 +116,7 @@ struct link *elas_link_new(int fd) {
 void elas_link_free(struct link *link) {
     drop_parts(link);
     free(link->urgent);
+    free(link->stash);
     pthread_mutex_destroy(&link->lock);
     pthread_cond_destroy(&link->left);
     free(link);
@@ -402,12 +405,15 @@ static int status_of(enum received state) {
 static int advance_receives(struct op *op, int at) {
     struct slot *slot = &op->slots[at];
     struct link *link = op->link[at];
+    uint64_t bytes = 0;
     while (slot->receives) {
         struct receive *receive = slot->receives;
         enum received state = receive_some(link, op->epoch, op->tag, receive->to.data, receive->to.size);
         if (state == PART_DONE) {
             receive->got = receive->to.size;
             slot->receives = receive->next;
+            bytes += receive->got;
+            if (bytes >= CHUNK) return FINISHED; /* it can receive more, but a cancel must be noticed */
             continue;
         }
         receive->got = arrived(link, op->epoch);
@@ -419,9 +425,24 @@ static int advance_receives(struct op *op, int at) {
 
 /* A link that is only sent to may bring an objection, or the news of another epoch. */
 static int listen_to(struct op *op, int at) {
-    enum received state = hear(op->link[at], op->epoch);
-    if (state == PART_DONE) op->slots[at].deaf = true;
+    enum received state = hear(op->link[at], op->epoch, op->tag, !op->rounds_left);
+    if (state == PART_DONE) {
+        op->slots[at].deaf = true;
+        op->slots[at].foreign = op->link[at]->header.tag != op->tag;
+    }
     return status_of(state);
+}
+
+/* Nothing has moved for a while: look for objections where nothing is read. */
+static int search_all(struct op *op) {
+    for (int k = 0; k < op->active; k++) {
+        struct slot *slot = &op->slots[op->current = op->order[k]];
+        enum received state = slot->foreign && !slot->receives ? PART_MORE : RECEIVE_BLOCKED;
+        while (state == PART_MORE) state = search(op->link[op->current], op->epoch);
+        if (state == PART_DONE) slot->foreign = false;
+        if (status_of(state)) return status_of(state);
+    }
+    return FINISHED;
 }
 
 static int reduce_piece(struct op *op, struct step *step, uint64_t end) {
@@ -467,10 +488,15 @@ static int wait_for_links(struct op *op) {
         struct slot *slot = &op->slots[op->order[k]];
         short events = slot->sends ? POLLOUT : 0;
         if (slot->receives || !slot->deaf) events |= POLLIN;
+        else if (slot->foreign && timeout_ms > SEARCH_MS) timeout_ms = SEARCH_MS;
         op->polls[k + 1] = (struct pollfd){op->link[op->order[k]]->fd, events, 0};
     }
     int count = poll(op->polls, op->active + 1, timeout_ms);
-    if (count <= 0) return op->deadline_ns && op->deadline_ns <= now_ns() ? TIMED_OUT : LOOK;
+    if (count <= 0) {
+        int status = count ? FINISHED : search_all(op);
+        if (status) return status;
+        return op->deadline_ns && op->deadline_ns <= now_ns() ? TIMED_OUT : LOOK;
+    }
     for (int k = 0; k < op->active; k++) {
         struct slot *slot = &op->slots[op->order[k]];
         short found = op->polls[k + 1].revents;

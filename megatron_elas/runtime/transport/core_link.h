@@ -24,6 +24,7 @@
 #define CHUNK ((uint64_t)256 << 10) /* bytes per system call; between two of them a cancel is noticed */
 #define STAGE_BYTES 16384
 #define AHEAD_BYTES 8192 /* parts up to this size are read through the stage, header and payload in one call */
+#define STASH_BYTES ((uint64_t)4 << 20) /* more than a worker that fails can still send: half a frame and a full socket */
 #define MAX_IOV 16
 
 struct header {
@@ -67,6 +68,8 @@ struct link {
     uint64_t missing;
     uint64_t filled; /* bytes of the current part that whole frames have brought */
     unsigned stage_start, stage_end;
+    uint8_t *stash; /* what was read ahead in search of an objection; NULL: nothing. Comes after the stage */
+    uint64_t stash_start, stash_end;
     char text[OBJECTION_BYTES + 1];
     uint8_t stage[STAGE_BYTES];
 };
@@ -239,6 +242,16 @@ enum received { PART_DONE, PART_MORE, RECEIVE_BLOCKED, RECEIVE_LOST, RECEIVE_NEW
 /* At most `size` bytes, from the stage or the socket; 0: nothing is there. -1: lost. With `ahead` more is read at once
  * and kept in the stage. */
 static int64_t take(struct link *link, void *to, uint64_t size, bool ahead) {
+    if (link->stage_start == link->stage_end && link->stash) {
+        uint64_t count = smaller(size, link->stash_end - link->stash_start);
+        memcpy(to, link->stash + link->stash_start, count);
+        link->stash_start += count;
+        if (link->stash_start == link->stash_end) {
+            free(link->stash);
+            link->stash = NULL;
+        }
+        return count;
+    }
     if (link->stage_start == link->stage_end) {
         bool direct = !ahead || size >= STAGE_BYTES / 2;
         ssize_t count;
@@ -313,7 +326,7 @@ static enum received receive_some(struct link *link, uint32_t epoch, uint64_t ta
     if (link->missing) {
         uint8_t *to = data + link->filled + link->payload - link->missing;
         uint64_t asked = smaller(link->missing, CHUNK);
-        bool staged = link->stage_start < link->stage_end;
+        bool staged = link->stage_start < link->stage_end || link->stash;
         int64_t count = take(link, to, asked, want <= AHEAD_BYTES);
         if (count < 0) return RECEIVE_LOST;
         if (!count) return RECEIVE_BLOCKED;
@@ -335,15 +348,63 @@ static uint64_t arrived(const struct link *link, uint32_t epoch) {
     return link->filled + (current ? link->payload - link->missing : 0);
 }
 
+/* Copy what comes `offset` bytes later, of what has been read ahead. */
+static bool look_ahead(const struct link *link, uint64_t offset, void *to, uint64_t size) {
+    uint64_t staged = link->stage_end - link->stage_start, stashed = link->stash_end - link->stash_start;
+    if (offset + size > staged + stashed) return false;
+    for (uint64_t at = 0; at < size; at++, offset++)
+        ((uint8_t *)to)[at] = offset < staged ? link->stage[link->stage_start + offset]
+                                              : link->stash[link->stash_start + offset - staged];
+    return true;
+}
+
+/* A frame of another operation is the current one: read on, into memory, in search of an objection behind it. Whoever
+ * objects reads no more, so a worker that is blocked while sending to it would not be told otherwise. Done only when
+ * nothing else has moved for a while: reading at once would let a worker send more that has not yet looked at what it
+ * got. PART_DONE: that was all. */
+static enum received search(struct link *link, uint32_t epoch) {
+    if (link->stash && link->stash_end == STASH_BYTES) return PART_DONE;
+    uint8_t *stash = link->stash ? link->stash : malloc(STASH_BYTES);
+    if (!stash) return PART_DONE;
+    uint64_t end = link->stash ? link->stash_end : 0;
+    ssize_t count;
+    do count = recv(link->fd, stash + end, smaller(CHUNK, STASH_BYTES - end), MSG_DONTWAIT);
+    while (count < 0 && errno == EINTR);
+    if (count <= 0) {
+        bool lost = !count || (errno != EAGAIN && errno != EWOULDBLOCK);
+        if (lost) lose(link, count ? LOST_ERRNO : LOST_CLOSED, errno);
+        if (!link->stash) free(stash);
+        return lost ? RECEIVE_LOST : RECEIVE_BLOCKED;
+    }
+    if (!link->stash) link->stash_start = 0;
+    link->stash = stash;
+    link->stash_end = end + count;
+    struct header header;
+    for (uint64_t at = link->missing; look_ahead(link, at, &header, sizeof header);) {
+        at += sizeof header;
+        if (header.magic != MAGIC) break; /* it is noticed when it is received */
+        if (header.epoch == epoch && header.tag == OBJECTION && header.left <= OBJECTION_BYTES) {
+            if (!look_ahead(link, at, link->text, header.left)) break;
+            link->text[header.left] = 0;
+            return RECEIVE_OBJECTION;
+        }
+        at += smaller(header.left, MAX_PAYLOAD);
+    }
+    return PART_MORE;
+}
+
 /* Look at a link from which nothing is expected: for an objection, a newer epoch, a loss. RECEIVE_BLOCKED: nothing yet.
- * PART_DONE: a frame of a later operation waits, so there is nothing to be learnt. */
-static enum received hear(struct link *link, uint32_t epoch) {
+ * PART_DONE: a frame of this epoch waits. RECEIVE_MIXED_UP: it has the operation's own tag, and with `last` nothing more
+ * is to come in this operation. */
+static enum received hear(struct link *link, uint32_t epoch, uint64_t tag, bool last) {
     for (;;) {
         enum received state = take_header(link, false);
         if (state != PART_MORE) return state;
-        if (link->header.epoch > epoch) return RECEIVE_NEWER;
-        if (link->header.epoch == epoch && link->header.tag != OBJECTION) return PART_DONE;
-        state = take_aside(link, link->header.epoch == epoch);
+        const struct header *header = &link->header;
+        if (header->epoch > epoch) return RECEIVE_NEWER;
+        if (header->epoch == epoch && header->tag != OBJECTION)
+            return header->tag == tag && last ? RECEIVE_MIXED_UP : PART_DONE;
+        state = take_aside(link, header->epoch == epoch);
         if (state != PART_MORE) return state;
     }
 }

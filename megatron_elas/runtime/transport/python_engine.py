@@ -15,11 +15,14 @@ from megatron_elas.runtime.transport.link import Link
 from megatron_elas.runtime.transport.program import Copy, Program, Region
 from megatron_elas.runtime.transport.python_link import BLOCKED, DONE, PythonLink
 
+_SEARCH_MS = 50
+"""Without any movement, after which an objection is searched for."""
+
 
 class _Waiting:
     """What an exchange still has to do on one link."""
 
-    __slots__ = ("deaf", "events", "link", "parts", "ticket")
+    __slots__ = ("deaf", "events", "foreign", "link", "parts", "ticket")
 
     def __init__(self, link: PythonLink) -> None:
         self.link = link
@@ -27,7 +30,9 @@ class _Waiting:
         self.parts: deque[memoryview] = deque()
         self.events = 0
         self.deaf = False
-        """A frame of a later operation waits on it, so it is not listened to."""
+        """A frame of this epoch waits on it though nothing is expected yet, so it is not listened to."""
+        self.foreign = False
+        """That frame is another operation's, and an objection may be behind it."""
 
 
 class PythonEngine:
@@ -46,8 +51,8 @@ class PythonEngine:
     def forget(self) -> None:
         """See ``engine.Engine``."""
 
-    def exchange(self, call: Call, sends: Sequence[Bound], receives: Sequence[Bound]) -> None:
-        """See ``engine.Engine``."""
+    def exchange(self, call: Call, sends: Sequence[Bound], receives: Sequence[Bound], *, last: bool = True) -> None:
+        """See ``engine.Engine``. ``last``: no more is to come of this operation."""
         waiting: dict[int, _Waiting] = {}
         try:
             for link, buffer in sends:
@@ -65,7 +70,7 @@ class PythonEngine:
                     waits = waiting[link.fd] = _Waiting(link)
                 waits.parts.append(buffer)
             if waiting:
-                self._wait(waiting, call)
+                self._wait(waiting, call, last)
         except ProtocolError:
             for link, _ in sends:
                 assert isinstance(link, PythonLink)
@@ -83,13 +88,14 @@ class PythonEngine:
         def at(region: Region) -> memoryview:
             return places[region.buffer][region.start : region.start + region.size]
 
-        for sends, receives, then in program.rounds:
+        for number, (sends, receives, then) in enumerate(program.rounds, start=1):
             if self._control.cancelled.value:
                 raise self._control.refusal()
             self.exchange(
                 call,
                 [(link_to(peer), at(region)) for peer, region in sends],
                 [(link_to(peer), at(region)) for peer, region in receives],
+                last=number == len(program.rounds),
             )
             for step in then:
                 if isinstance(step, Copy):
@@ -106,7 +112,7 @@ class PythonEngine:
             have = self._scratches.bytes = bytearray(max(size, 1 << 16))
         return memoryview(have)
 
-    def _wait(self, waiting: dict[int, _Waiting], call: Call) -> None:
+    def _wait(self, waiting: dict[int, _Waiting], call: Call, last: bool) -> None:
         """Receive, and send what is queued, until nothing waits."""
         poller: select.poll | None = None
         ready = list(waiting)
@@ -116,7 +122,7 @@ class PythonEngine:
                 waits = waiting.get(fd)
                 if waits is None:
                     continue
-                self._advance(waits, call)
+                self._advance(waits, call, last)
                 if not waits.parts and not waits.ticket:
                     del waiting[fd]
                     if poller is not None:
@@ -138,14 +144,21 @@ class PythonEngine:
             left_ms = None if call.deadline is None else (call.deadline - time.monotonic()) * 1e3
             if left_ms is not None and left_ms <= 0:
                 raise call.too_slow([waits.link for waits in waiting.values()])
+            foreign = [waits for waits in waiting.values() if waits.foreign]
+            if foreign:
+                left_ms = _SEARCH_MS if left_ms is None else min(left_ms, _SEARCH_MS)
             ready = [fd for fd, _ in poller.poll(left_ms)]
+            if not ready:
+                for waits in foreign:
+                    waits.foreign = waits.link.search(call.epoch)
 
-    def _advance(self, waits: _Waiting, call: Call) -> None:
+    def _advance(self, waits: _Waiting, call: Call, last: bool) -> None:
         link, parts = waits.link, waits.parts
         if waits.ticket and (link.pump() or link.flushed(waits.ticket)):
             waits.ticket = 0
         if waits.ticket and not parts and not waits.deaf:
-            waits.deaf = not link.hear(call.epoch)
+            waits.deaf = not link.hear(call.epoch, call.tag, last)
+            waits.foreign = waits.deaf and link.waiting_tag() != call.tag
         while parts:
             state = link.receive(call.epoch, call.tag, parts[0])
             if state == DONE:

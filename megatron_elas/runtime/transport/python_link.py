@@ -20,6 +20,9 @@ Buffer = memoryview | bytes
 DONE, MORE, BLOCKED = 0, 1, 2
 """Results of ``receive``: the part is complete; a frame was, look at the cancel flag and go on; nothing is there."""
 
+_STASH_BYTES = 4 << 20
+"""More than a worker that fails can still send: half a frame and a full socket."""
+
 _ZEROS = memoryview(bytes(MAX_PAYLOAD))
 _SINK = memoryview(bytearray(1 << 18))  # shared by all links: nobody reads it
 
@@ -48,6 +51,8 @@ class PythonLink(Link):
         self._missing = 0
         self._filled = 0
         """Bytes of the current part that whole frames have brought."""
+        self._stash = bytearray()
+        """What was read ahead in search of an objection."""
         self._objection = memoryview(bytearray(OBJECTION_BYTES))
 
     # ------------------------------------------------------------------ sending
@@ -221,8 +226,11 @@ class PythonLink(Link):
         except OSError as error:
             raise self.error(error.strerror or str(error)) from None
 
-    def hear(self, epoch: int) -> bool:
-        """Look at a link from which nothing is expected. False: a frame of a later operation waits; look no more.
+    def hear(self, epoch: int, tag: int, last: bool) -> bool:
+        """Look at a link from which nothing is expected, or with ``last`` nothing more in this operation.
+
+        Returns:
+            False: A frame of this epoch waits.
 
         Raises:
             EpochChanged, PeerLost, ProtocolError: As ``receive``.
@@ -232,6 +240,8 @@ class PythonLink(Link):
                 if self._epoch > epoch:
                     raise self.ahead(self._epoch, epoch)
                 if self._epoch == epoch and self._tag != OBJECTION:
+                    if self._tag == tag and last:
+                        raise ProtocolError(self.mixed_up(epoch, tag, 0, self._tag, self._left))
                     return False
                 if not self._set_aside(self._epoch == epoch):
                     return True
@@ -241,12 +251,67 @@ class PythonLink(Link):
         except OSError as error:
             raise self.error(error.strerror or str(error)) from None
 
+    def waiting_tag(self) -> int:
+        """Of the frame that waits."""
+        return self._tag
+
+    def search(self, epoch: int) -> bool:
+        """Read on behind a frame of another operation, into memory, in search of an objection.
+
+        Whoever objects reads no more, so a worker that is blocked while sending to it would not be told otherwise.
+        Done only when nothing else has moved for a while: reading at once would let a worker send more that has not yet
+        looked at what it got.
+
+        Returns:
+            False: That was all.
+
+        Raises:
+            PeerLost, ProtocolError: As ``receive``.
+        """
+        try:
+            while self._search_some(epoch):
+                pass
+            return False
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            raise self.error(error.strerror or str(error)) from None
+
+    def _search_some(self, epoch: int) -> bool:
+        stash = self._stash
+        if len(stash) >= _STASH_BYTES:
+            return False
+        data = self.sock.recv(min(1 << 18, _STASH_BYTES - len(stash)))
+        if not data:
+            raise self.error(CLOSED)
+        stash += data
+        at = self._missing
+        while at + HEADER_BYTES <= len(stash):
+            magic, of, tag, left = HEADER.unpack_from(stash, at)
+            at += HEADER_BYTES
+            if magic != MAGIC:
+                break  # it is noticed when it is received
+            if of == epoch and tag == OBJECTION and left <= OBJECTION_BYTES:
+                if at + left > len(stash):
+                    break
+                raise Objection(stash[at : at + left].decode(errors="replace"))
+            at += min(left, MAX_PAYLOAD)
+        return True
+
+    def _receive_into(self, space: memoryview) -> int:
+        if not self._stash:
+            return self.sock.recv_into(space)
+        count = min(len(space), len(self._stash))
+        space[:count] = self._stash[:count]
+        del self._stash[:count]
+        return count
+
     def _next_frame(self) -> bool:
         """Read what is missing of a header; False when it is not complete yet."""
         if self.lost is not None:
             raise self.error(self.lost)
         if self._have < HEADER_BYTES:
-            count = self.sock.recv_into(memoryview(self._header)[self._have :])
+            count = self._receive_into(memoryview(self._header)[self._have :])
             if not count:
                 raise self.error(CLOSED)
             self._have += count
@@ -261,7 +326,7 @@ class PythonLink(Link):
     def _fill(self, space: memoryview) -> bool:
         """Read payload of the current frame; False when it is not complete yet."""
         if self._missing:
-            count = self.sock.recv_into(space)
+            count = self._receive_into(space)
             if not count:
                 raise self.error(CLOSED)
             self._missing -= count

@@ -127,6 +127,51 @@ def test_a_worker_that_is_blocked_while_sending_notices_a_newer_epoch(tmp_path: 
         check_works(made, [(0, 1)], 5)
 
 
+def test_an_objection_behind_frames_of_another_operation_is_heard(tmp_path: Path) -> None:
+    """Worker 0 sends a large part and expects nothing; worker 1 sends, and expects, another operation's."""
+    with transports(2, tmp_path) as made:
+        link_all(made, [(0, 1)])
+        outcomes = all_at_once(
+            [
+                lambda: made[0].exchange(CHANNEL, 2, [Part(1, data(40 * MIB))], []),
+                lambda: made[1].exchange(CHANNEL, 3, [Part(0, data(20 * MIB))], [Part(0, room(20 * MIB))]),
+            ]
+        )
+        assert all(isinstance(outcome, ProtocolError) for outcome in outcomes)
+        assert str(outcomes[0]) == f"worker 1 noticed: {outcomes[1]}"
+        check_works(made, [(0, 1)])
+
+
+def test_two_that_only_send_to_each_other_notice(tmp_path: Path) -> None:
+    """As in a broadcast with two roots."""
+    with transports(2, tmp_path) as made:
+        link_all(made, [(0, 1)])
+        outcomes = all_at_once(
+            [lambda at=at: made[at].exchange(CHANNEL, 2, [Part(1 - at, data(40 * MIB))], []) for at in range(2)]
+        )
+        assert all(isinstance(outcome, ProtocolError) for outcome in outcomes)
+        assert any("expected tag 0x2 with 0 bytes" in str(outcome) for outcome in outcomes)
+        check_works(made, [(0, 1)])
+
+
+def test_posts_of_later_operations_do_not_disturb_who_is_sending(tmp_path: Path) -> None:
+    with transports(2, tmp_path) as made:
+        link_all(made, [(0, 1)])
+        for tag in range(10, 20):
+            made[1].post(CHANNEL, tag, Part(0, data(MIB, tag)))
+        sending = in_thread(lambda: made[0].exchange(CHANNEL, 2, [Part(1, data(40 * MIB))], []))
+        wait_until(lambda: made[0]._links[1, CHANNEL].queued > 0)
+        got = room(40 * MIB)
+        made[1].exchange(CHANNEL, 2, [], [Part(0, got)])
+        sending()
+        assert got == data(40 * MIB)
+        for tag in range(10, 20):
+            got = room(MIB)
+            made[0].exchange(CHANNEL, tag, [], [Part(1, got)])
+            assert got == data(MIB, tag)
+        check_works(made, [(0, 1)])
+
+
 def test_other_channels_are_not_told(tmp_path: Path) -> None:
     with transports(2, tmp_path) as made:
         made[1].post(OTHER, 1, Part(0, data(8)))
