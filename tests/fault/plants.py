@@ -81,11 +81,9 @@ def strange_group() -> Any:
 @contextlib.contextmanager
 def link(scene: Scene, peer: int, channel: int, *, enrolled: bool = True, hung_up: bool = False) -> Iterator[Any]:
     """A link on a socket pair, among the transport's when ``enrolled``."""
-    from megatron_elas.runtime.transport.link import Link
-
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    planted = Link(peer, channel, ours, scene.epoch)
+    planted = scene.transport._engine.link(peer, channel, ours, scene.epoch)
     if hung_up:
         theirs.close()
     links = scene.transport._links

@@ -138,8 +138,8 @@ def links(scene: Scene) -> Iterator[Finding]:
             continue
         if link.lost is not None or link.hung_up():
             yield f"{name} is broken: {link.lost or 'the peer hung up'}"
-        if link._frames:
-            yield f"{name} has {len(link._frames)} frames to send"
+        if link.queued:
+            yield f"{name} has {link.queued} bytes to send"
 
 
 def transport(scene: Scene) -> Iterator[Finding]:

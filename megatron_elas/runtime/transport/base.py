@@ -118,4 +118,4 @@ class Transport(Protocol):
 
 
 class ProtocolError(RuntimeError):
-    """Peers disagree about what is being sent: operations were mixed up, by this worker or others. A bug of the caller."""
+    """Peers disagree about what is being sent: operations were mixed up, here or elsewhere. A bug of the caller."""

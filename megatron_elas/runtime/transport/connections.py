@@ -46,6 +46,9 @@ class Owner(Protocol):
     def refusal(self) -> EpochChanged:
         """The error of an operation that may not run."""
 
+    def make_link(self, peer: int, channel: int, sock: socket.socket) -> Link:
+        """Wrap a connected, non-blocking socket."""
+
 
 class Connections:
     """The links of one transport, and its listener."""
@@ -189,7 +192,7 @@ class Connections:
             with self.changed:
                 self._dialling.discard(key)
                 if sock is not None:
-                    link = Link(peer, channel, sock, self._owner.epoch)
+                    link = self._owner.make_link(peer, channel, sock)
                     if peer in self._lost:  # only a dial back can be overtaken by an epoch
                         link.close(f"worker {peer} left before epoch {self._owner.epoch}")
                     else:
@@ -216,7 +219,7 @@ class Connections:
             old = self.links.get((peer, channel))
             if old is not None:  # the peer lost its end of the old one
                 old.close("dialled anew by the peer")
-            self.links[(peer, channel)] = Link(peer, channel, sock, self._owner.epoch)
+            self.links[(peer, channel)] = self._owner.make_link(peer, channel, sock)
             self.changed.notify_all()
 
     def _answer_knock(self, peer: int, channel: int) -> None:

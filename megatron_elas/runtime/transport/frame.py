@@ -14,7 +14,9 @@ offset type   frame
 ====== ====== =====================================================================================
 
 So the first frame of a part tells its whole length, the last one has ``left <= MAX_PAYLOAD``, and a receiver that
-expects another length notices at the first header.
+expects another length notices at the first header. A frame with the tag ``OBJECTION`` is no part: it may come between
+the frames of one, and its payload, at most ``OBJECTION_BYTES`` of UTF-8, says which worker noticed that operations were
+mixed up. It is the last frame of its sender on this link in this epoch that anybody reads.
 
 ====== ====== =====================================================================================
 offset type   hello, once, from the dialling side
@@ -42,6 +44,10 @@ HEADER = struct.Struct("<IIQQ")
 HEADER_BYTES = HEADER.size
 MAX_PAYLOAD = 1 << 20
 """Bytes. What a cut frame wastes at most; larger frames gained nothing (the socket takes about 0.4 MB at once)."""
+
+OBJECTION = 0xFFFF_FFFF_FFFF_FFFF
+"""Tag of an objection; operations have smaller ones."""
+OBJECTION_BYTES = 1000
 
 _HELLO = struct.Struct("<IIIQ32s")
 HELLO_BYTES = _HELLO.size

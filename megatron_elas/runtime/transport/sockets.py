@@ -1,26 +1,27 @@
-"""The transport in pure Python over non-blocking stream sockets; ``frame`` has the wire format.
+"""The transport over non-blocking stream sockets; ``frame`` has the wire format, an ``engine`` moves the bytes.
 
 How links come about: see ``connections``.
 
 Ending: ``cancel`` makes ``_wake`` readable, on which every wait polls. The first operation that fails in an epoch
-poisons the transport: no later one may send frames, or peers would read them as answers to another operation.
+poisons the transport: no later one may send frames, or peers would read them as answers to another operation. When it
+failed because operations were mixed up, all peers of the channel are told, and tell theirs: an objection reaches
+everybody who waits, directly or through others, for somebody who knows.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
-import threading
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+import socket
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_elas.runtime.transport.base import Part, ProtocolError
 from megatron_elas.runtime.transport.connections import Connections
-from megatron_elas.runtime.transport.link import BLOCKED, DONE, Link
+from megatron_elas.runtime.transport.engine import Call, Control, Objection, choose_engine
+from megatron_elas.runtime.transport.link import Link
 from megatron_elas.runtime.transport.posts import PostSender
-from megatron_elas.runtime.transport.program import Copy, Program, Region
+from megatron_elas.runtime.transport.program import Program
 from megatron_elas.spec.errors import EpochChanged, PeerLost
 
 
@@ -29,18 +30,6 @@ class _Failure(NamedTuple):
 
     peer: int | None
     why: str
-
-
-class _Waiting:
-    """What an exchange still has to do on one link."""
-
-    __slots__ = ("events", "link", "parts", "ticket")
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.ticket = 0
-        self.parts: deque[memoryview] = deque()
-        self.events = 0
 
 
 class SocketTransport:
@@ -67,8 +56,9 @@ class SocketTransport:
         self._cancelled = False
         self._closed = False
         self._failure: _Failure | None = None
-        self._scratches = threading.local()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._control = Control(self.refusal)
+        self._engine = choose_engine(self._control)
+        self._wake = self._control.wake
         self._posts = PostSender(f"elastic-posts-{worker}", self._poison)
         try:
             self._connections = Connections(self, listen, token)
@@ -110,6 +100,10 @@ class SocketTransport:
         """Readable while cancelled."""
         return self._wake
 
+    def make_link(self, peer: int, channel: int, sock: socket.socket) -> Link:
+        """Wrap a connected, non-blocking socket."""
+        return self._engine.link(peer, channel, sock, self._epoch)
+
     # ------------------------------------------------------------------ operations
 
     def exchange(
@@ -123,34 +117,16 @@ class SocketTransport:
         """See ``base.Transport``."""
         if self._cancelled or self._failure is not None:
             raise self.refusal()
-        epoch = self._epoch
-        links = self._links
-        waiting: dict[int, _Waiting] = {}
-        finished = False
+        used: list[Link] = []
         try:
-            for peer, buffer in sends:
-                link = links.get((peer, channel)) or self._connections.open(peer, channel)
-                ticket = link.send(epoch, tag, buffer)
-                if ticket:
-                    waits = waiting.get(link.fd)
-                    if waits is None:
-                        waits = waiting[link.fd] = _Waiting(link)
-                    waits.ticket = ticket
-            for peer, buffer in receives:
-                link = links.get((peer, channel)) or self._connections.open(peer, channel)
-                waits = waiting.get(link.fd)
-                if waits is None:
-                    waits = waiting[link.fd] = _Waiting(link)
-                waits.parts.append(buffer)
-            if waiting:
-                self._wait(waiting, epoch, tag)
-            finished = True
-        except (EpochChanged, ProtocolError) as error:
-            self._poison(error)
+            call = Call.begin(channel, self._epoch, tag, limit_s)
+            outgoing = [(self._link(peer, channel), buffer) for peer, buffer in sends]
+            used += [link for link, _ in outgoing]
+            incoming = [(self._link(peer, channel), buffer) for peer, buffer in receives]
+            self._engine.exchange(call, outgoing, incoming)
+        except BaseException as error:
+            self._break_off(channel, used, error)
             raise
-        finally:
-            if not finished:
-                self._give_up(channel, sends)
 
     def run(
         self,
@@ -161,32 +137,15 @@ class SocketTransport:
         limit_s: float | None = None,
     ) -> None:
         """See ``base.Transport``."""
-        places = [*buffers, self._scratch(program.scratch_bytes)]  # SCRATCH is the last
-
-        def at(region: Region) -> memoryview:
-            return places[region.buffer][region.start : region.start + region.size]
-
-        for sends, receives, then in program.rounds:
-            self.exchange(
-                channel,
-                tag,
-                [Part(peer, at(region)) for peer, region in sends],
-                [Part(peer, at(region)) for peer, region in receives],
-            )
-            for step in then:
-                if isinstance(step, Copy):
-                    if step.source != step.target:
-                        at(step.target)[:] = at(step.source)
-                else:
-                    assert program.reducer is not None, "a program that reduces needs a reducer"
-                    program.reducer.reduce([at(source) for source in step.sources], at(step.target))
-
-    def _scratch(self, size: int) -> memoryview:
-        """Memory of the calling thread, kept: fresh memory costs a page fault per 4 KiB."""
-        have: bytearray | None = getattr(self._scratches, "bytes", None)
-        if have is None or len(have) < size:
-            have = self._scratches.bytes = bytearray(max(size, 1 << 16))
-        return memoryview(have)
+        if self._cancelled or self._failure is not None:
+            raise self.refusal()
+        try:
+            call = Call.begin(channel, self._epoch, tag, limit_s)
+            self._engine.run(call, program, lambda peer: self._link(peer, channel), buffers)
+        except BaseException as error:
+            used = [link for key, link in self._links.copy().items() if key[1] == channel]
+            self._break_off(channel, used, error)
+            raise
 
     def post(self, channel: int, tag: int, part: Part) -> None:
         """See ``base.Transport``. What peers do not receive stays in this worker's memory."""
@@ -194,69 +153,37 @@ class SocketTransport:
             raise self.refusal()
         peer, buffer = part
         try:
-            link = self._links.get((peer, channel)) or self._connections.open(peer, channel)
+            link = self._link(peer, channel)
             if not link.post(self._epoch, tag, buffer):
                 self._posts.watch(link)
         except EpochChanged as error:
             self._poison(error)
             raise
 
-    def _wait(self, waiting: dict[int, _Waiting], epoch: int, tag: int) -> None:
-        """Receive, and send what is queued, until nothing waits."""
-        poller: select.poll | None = None
-        ready = list(waiting)
-        while True:
-            for fd in ready:
-                waits = waiting.get(fd)
-                if waits is None:
-                    continue
-                self._advance(waits, epoch, tag)
-                events = (select.POLLIN if waits.parts else 0) | (select.POLLOUT if waits.ticket else 0)
-                if not events:
-                    del waiting[fd]
-                    if poller is not None:
-                        poller.unregister(fd)
-                elif poller is not None and events != waits.events:
-                    poller.modify(fd, events)
-                waits.events = events
-            if not waiting:
-                return
-            if self._cancelled:
-                raise self.refusal()
-            if poller is None:
-                poller = select.poll()
-                poller.register(self._wake, select.POLLIN)
-                for fd, waits in waiting.items():
-                    poller.register(fd, waits.events)
-            ready = [fd for fd, _ in poller.poll()]
-
-    def _advance(self, waits: _Waiting, epoch: int, tag: int) -> None:
-        link, parts = waits.link, waits.parts
-        if waits.ticket and (link.pump() or link.flushed(waits.ticket)):
-            waits.ticket = 0
-        while parts:
-            state = link.receive(epoch, tag, parts[0])
-            if state == DONE:
-                parts.popleft()
-            elif state == BLOCKED:
-                return
-            elif self._cancelled:
-                raise self.refusal()
+    def _link(self, peer: int, channel: int) -> Link:
+        link = self._links.get((peer, channel))
+        return self._connections.open(peer, channel) if link is None else link
 
     # ------------------------------------------------------------------ failing
 
     def cancel(self) -> None:
         """End every operation now; thread-safe, returns at once, may be called again."""
         self._cancelled = True
+        self._control.cancelled.value = 1
         with self._changed:
             if not self._closed:
+                self._cancelled = True  # an adopt may have come between
+                self._control.cancelled.value = 1
                 os.eventfd_write(self._wake, 1)
             self._changed.notify_all()
 
-    def _poison(self, error: BaseException) -> None:
+    def _poison(self, error: BaseException) -> bool:
+        """End the epoch for this worker. True when it had not ended yet."""
         with self._changed:
-            if self._failure is None:
-                self._failure = _Failure(error.peer if isinstance(error, PeerLost) else None, str(error))
+            if self._failure is not None:
+                return False
+            self._failure = _Failure(error.peer if isinstance(error, PeerLost) else None, str(error))
+            return True
 
     def refusal(self) -> EpochChanged:
         """The error of an operation that may not run: of the kind that ended the epoch."""
@@ -266,13 +193,22 @@ class SocketTransport:
         why = f"epoch {self._epoch} ended on worker {self._worker}: {failure.why}"
         return EpochChanged(why) if failure.peer is None else PeerLost(failure.peer, why)
 
-    def _give_up(self, channel: int, sends: Sequence[Part]) -> None:
-        """Let go of the buffers of a failed exchange."""
-        for peer, _ in sends:
-            link = self._links.get((peer, channel))
-            if link is not None:
+    def _break_off(self, channel: int, used: Iterable[Link], error: BaseException) -> None:
+        """An operation has failed: end the epoch, let go of its buffers; tell peers when operations were mixed up."""
+        if not isinstance(error, ProtocolError):
+            # Also those that the engine has cut already: a signal may have come just before.
+            for link in used:
                 link.cut()
-        self._poison(EpochChanged("an operation was broken off"))  # by another error, for example KeyboardInterrupt
+            known = isinstance(error, EpochChanged | TimeoutError)
+            self._poison(error if known else EpochChanged(f"an operation was broken off by {error!r}"))
+            return
+        if self._poison(error):
+            text = str(error) if isinstance(error, Objection) else f"worker {self._worker} noticed: {error}"
+            with self._changed:
+                links = [link for link in self._links.values() if link.channel == channel]
+            for link in links:
+                if not link.object(self._epoch, text):
+                    self._posts.watch(link)
 
     def adopt(self, epoch: int, *, lost: Collection[int]) -> None:
         """Enter a new epoch.
@@ -289,13 +225,16 @@ class SocketTransport:
         with self._changed:
             self._connections.adopt(epoch, lost)
             self._epoch = epoch
+            self._engine.forget()
             self._failure = None
             self._cancelled = False
+            self._control.cancelled.value = 0
             with contextlib.suppress(BlockingIOError):  # it failed without a cancel
                 os.eventfd_read(self._wake)
 
     def keep_links(self, is_used: Callable[[int, int], bool]) -> None:
         """See ``base.Transport``."""
+        self._engine.forget()
         self._connections.keep(is_used)
 
     def close(self) -> None:

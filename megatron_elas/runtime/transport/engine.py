@@ -1,0 +1,101 @@
+"""Who moves the bytes: the C core where its library is there, Python code of the same meaning elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from megatron_elas.runtime.transport.base import ProtocolError
+from megatron_elas.runtime.transport.link import Link
+from megatron_elas.runtime.transport.program import Program
+
+logger = logging.getLogger(__name__)
+
+Bound = tuple[Link, memoryview]
+"""A part whose link is open."""
+
+
+class Objection(ProtocolError):
+    """Another worker has noticed that operations were mixed up."""
+
+
+class Control:
+    """What ends operations before their time; one per transport."""
+
+    __slots__ = ("cancelled", "refusal", "wake")
+
+    def __init__(self, refusal: Callable[[], Exception]) -> None:
+        """``refusal`` gives the error of an operation that was cancelled or may not run."""
+        self.cancelled = ctypes.c_int32(0)
+        """Set to end all operations; together with ``wake``."""
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable while ``cancelled`` is set."""
+        self.refusal = refusal
+
+
+class Call(NamedTuple):
+    """One operation."""
+
+    channel: int
+    epoch: int
+    tag: int
+    limit_s: float | None
+    deadline: float | None
+    """By ``time.monotonic``."""
+
+    @classmethod
+    def begin(cls, channel: int, epoch: int, tag: int, limit_s: float | None) -> Call:
+        """An operation that begins now."""
+        return cls(channel, epoch, tag, limit_s, None if limit_s is None else time.monotonic() + limit_s)
+
+    def too_slow(self, links: Sequence[Link]) -> TimeoutError:
+        """The error that says that these were not done in time."""
+        peers = ", ".join(str(peer) for peer in sorted({link.peer for link in links}))
+        return TimeoutError(
+            f"channel {self.channel}, epoch {self.epoch}, tag {self.tag:#x}: not done within {self.limit_s:g} s; "
+            f"still waiting for workers {peers}"
+        )
+
+
+class Engine(Protocol):
+    """Moves bytes over links of its own kind.
+
+    Both methods return when everything is done, or raise what ``base.Transport.exchange`` raises, and have let go of
+    all buffers then. When they raise ``ProtocolError``, a frame that was half sent is still on its way, with its true
+    bytes; after other errors its link is cut.
+    """
+
+    name: str
+
+    def link(self, peer: int, channel: int, sock: socket.socket, epoch: int) -> Link:
+        """Wrap a connected, non-blocking socket."""
+
+    def exchange(self, call: Call, sends: Sequence[Bound], receives: Sequence[Bound]) -> None:
+        """Run all transfers at once."""
+
+    def run(self, call: Call, program: Program, link_to: Callable[[int], Link], buffers: Sequence[memoryview]) -> None:
+        """Run a program. ``link_to`` opens the link to a peer, or finds it open."""
+
+    def forget(self) -> None:
+        """Links have gone: drop what was kept for programs."""
+
+
+_said_in: set[int] = set()
+
+
+def choose_engine(control: Control) -> Engine:
+    """The C core when its library is there and not switched off, else the Python code. Says so once per process."""
+    from megatron_elas.runtime.transport.native_engine import NativeEngine
+    from megatron_elas.runtime.transport.native_link import library
+    from megatron_elas.runtime.transport.python_engine import PythonEngine
+
+    engine: Engine = PythonEngine(control) if library() is None else NativeEngine(control)
+    if os.getpid() not in _said_in:
+        _said_in.add(os.getpid())
+        logger.info("data plane: %s", engine.name)
+    return engine
