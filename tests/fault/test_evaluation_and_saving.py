@@ -31,8 +31,15 @@ def evaluations(run: Run) -> dict[str, float]:
     return {what: float(loss) for what, loss in found}
 
 
-@pytest.mark.parametrize("phase", ["evaluate,microbatch=5", "save"], ids=["evaluate", "save"])
-@pytest.mark.parametrize("worker", [0, 3], ids=["first-worker", "logging-worker"])
+@pytest.mark.parametrize(
+    ("worker", "phase"),
+    [
+        pytest.param(0, "evaluate,microbatch=5", id="first-worker-evaluate", marks=pytest.mark.slow),
+        pytest.param(3, "evaluate,microbatch=5", id="logging-worker-evaluate"),
+        pytest.param(0, "save", id="first-worker-save"),
+        pytest.param(3, "save", id="logging-worker-save", marks=pytest.mark.slow),
+    ],
+)
 def test_an_evaluation_or_save_cut_short_is_done_again(worker: int, phase: str, calm: Run, tmp_path: Path) -> None:
     fault = f"kill:worker={worker}@step=7,phase={phase}"
     checkpoints = tmp_path / "checkpoints"
@@ -98,6 +105,7 @@ def test_a_save_that_fails_on_one_worker_warns_and_training_goes_on(calm: Run, t
     assert evaluations(run).keys() == evaluations(calm).keys()
 
 
+@pytest.mark.slow
 def test_a_job_whose_last_checkpoint_could_not_be_saved_says_so_at_its_end(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()
@@ -109,6 +117,7 @@ def test_a_job_whose_last_checkpoint_could_not_be_saved_says_so_at_its_end(tmp_p
     assert "Traceback" not in run.output
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_writing_was_cut_short_is_whole_when_it_is_saved_again(calm: Run, tmp_path: Path) -> None:
     # The others have written, and wait for the lost worker, which has not.
     faults = ["kill:worker=1@step=7,phase=save,microbatch=0", "kill:worker=3@step=8,phase=forward,microbatch=0"]

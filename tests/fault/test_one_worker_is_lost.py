@@ -43,8 +43,17 @@ def test_without_a_fault_elastic_training_has_the_losses_of_stock_megatron(calm:
     assert stock.gradient_norms == pytest.approx(calm.gradient_norms, abs=1.1e-3), "more than the last printed digit"
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("worker", [0, 1, 3], ids=["first-worker", "first-stage", "last-stage-and-logging"])
+@pytest.mark.parametrize(
+    ("worker", "phase"),
+    [
+        pytest.param(0, "forward", id="first-worker-forward"),
+        pytest.param(0, "backward", id="first-worker-backward", marks=pytest.mark.slow),
+        pytest.param(1, "forward", id="first-stage-forward", marks=pytest.mark.slow),
+        pytest.param(1, "backward", id="first-stage-backward"),
+        pytest.param(3, "forward", id="last-stage-and-logging-forward", marks=pytest.mark.slow),
+        pytest.param(3, "backward", id="last-stage-and-logging-backward"),
+    ],
+)
 def test_a_killed_worker_changes_neither_losses_nor_samples_nor_the_log(
     worker: int, phase: str, calm: Run, tmp_path: Path
 ) -> None:
@@ -66,7 +75,7 @@ def test_the_phases_of_the_printed_table_add_up_to_its_total(tmp_path: Path) -> 
     assert total > 0 and phases[-1] > 0
 
 
-@pytest.mark.parametrize("kind", ["exit", "stop", "exception"])
+@pytest.mark.parametrize("kind", ["exit", "stop", pytest.param("exception", marks=pytest.mark.slow)])
 def test_other_ways_to_go_end_in_the_same_recovery(kind: str, calm: Run, tmp_path: Path) -> None:
     run = lose(tmp_path, f"{kind}:worker=2@step={AT},phase=backward,microbatch=1")
     assert_same_training(run, calm)
@@ -80,7 +89,7 @@ def test_a_worker_lost_around_the_ends_of_a_step_loses_no_step(phase: str, calm:
     assert_survivors(run, {1, 2, 3})
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
 def test_a_worker_lost_in_the_very_first_step_is_recovered_from(phase: str, calm: Run, tmp_path: Path) -> None:
     run = lose(tmp_path, f"kill:worker=2@step=0,phase={phase},microbatch=1")
     assert_same_training(run, calm)

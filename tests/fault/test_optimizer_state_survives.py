@@ -25,14 +25,16 @@ def lose_one(tmp_path: Path, flags: tuple[str, ...], workers: int, worker: int) 
     return run
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("flags", "workers", "lost", "before", "after"),
+    ("flags", "workers", "lost", "before", "after", "precision"),
     [
-        ((), 4, 1, {0, 1, 2, 3}, {0, 2, 3}),
-        (("--pipeline-model-parallel-size=2",), 4, 3, {2, 3}, {2}),
+        pytest.param(*case, precision, id=f"{name}-{precision}", marks=() if quick == precision else pytest.mark.slow)
+        for name, quick, case in (
+            ("4-to-3", "fp32", ((), 4, 1, {0, 1, 2, 3}, {0, 2, 3})),
+            ("2-to-1", "bf16", (("--pipeline-model-parallel-size=2",), 4, 3, {2, 3}, {2})),
+        )
+        for precision in ("fp32", "bf16")
     ],
-    ids=["4-to-3", "2-to-1"],
 )
 def test_masters_moments_and_step_are_equal_bit_for_bit_by_name(
     flags: tuple[str, ...], workers: int, lost: int, before: set[int], after: set[int], precision: str, tmp_path: Path

@@ -34,6 +34,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Findings:
     return findings
 
 
+@pytest.mark.slow
 def test_every_planted_object_is_named_by_its_check(planted: Findings) -> None:
     missed = {
         name: (check, says, found)
@@ -44,16 +45,19 @@ def test_every_planted_object_is_named_by_its_check(planted: Findings) -> None:
     assert len(planted) > 100
 
 
+@pytest.mark.slow
 def test_without_a_plant_nothing_is_found_before_and_after(planted: Findings) -> None:
     assert planted["nothing"][2] == planted["nothing, at the end"][2] == []
 
 
+@pytest.mark.slow
 def test_every_check_has_a_plant(planted: Findings) -> None:
     assert {check.__name__ for check in (*RUNTIME_CHECKS, *MEGATRON_CHECKS)} == {
         check for check, _, _ in planted.values() if check
     }
 
 
+@pytest.mark.slow
 def test_a_walk_that_sees_no_objects_says_so(planted: Findings) -> None:
     blind = {line.partition(":")[0] for line in planted[BLIND][2] if "it is blind" in line}
     assert blind == {"process_groups", "links", "group_collections", "buffers", "optimizers", "data_loaders"}

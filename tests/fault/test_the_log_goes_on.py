@@ -44,7 +44,9 @@ def calm(calm_folder: Path) -> Run:
     [
         ["kill:worker=3@step=6,phase=between"],
         ["kill:worker=3@step=7,phase=evaluate"],
-        ["kill:worker=0@step=3,phase=between", "kill:worker=3@step=9,phase=commit"],
+        pytest.param(
+            ["kill:worker=0@step=3,phase=between", "kill:worker=3@step=9,phase=commit"], marks=pytest.mark.slow
+        ),
     ],
     ids=["before-its-line", "in-an-evaluation", "second-loss-in-a-commit"],
 )

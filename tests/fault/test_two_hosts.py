@@ -63,6 +63,7 @@ def launch(hosts: list[Host], tmp_path: Path) -> Iterator[Launch]:
         yield start
 
 
+@pytest.mark.slow
 def test_a_worker_of_another_host_is_lost_and_training_goes_on(launch: Launch) -> None:
     fault = "kill:worker=3@step=5,phase=forward,microbatch=1"
     first, second = launch("--pipeline-model-parallel-size=2", "--elastic-inject", fault)

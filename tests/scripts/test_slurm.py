@@ -152,6 +152,7 @@ def test_a_job_that_gives_up_ends_with_that_code(sbatch: Submit) -> None:
     assert "stage 1 lost all its cells" in batch.output
 
 
+@pytest.mark.slow
 def test_wrong_arguments_end_the_job_with_their_code(sbatch: Submit) -> None:
     batch = sbatch("tiny", "--fp16")
     assert batch.finish() == 2
