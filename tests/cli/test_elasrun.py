@@ -444,10 +444,14 @@ def test_a_worker_killed_from_outside_is_recovered_from() -> None:
     assert outcome.code == 0 and outcome.out.count("goes on") == 3, outcome
 
 
+NODES = ("--heartbeat-timeout-s=4",)
+"""An agent and the controller each need a turn within it, on a busy machine too."""
+
+
 @contextlib.contextmanager
 def two_nodes() -> Iterator[tuple[Job, Job]]:
     """A toy job on two nodes, all of whose workers have started."""
-    common = ("--nnodes=2", "--nproc-per-node=2", f"--rdzv-endpoint={free_endpoint()}", *FAST)
+    common = ("--nnodes=2", "--nproc-per-node=2", f"--rdzv-endpoint={free_endpoint()}", *FAST, *NODES)
     environ = {"ELAS_TOKEN": "a secret of two nodes"}
     with (
         launched(*common, "--node-rank=1", TOY, "1", "4", "2", environ=environ) as second,
@@ -469,6 +473,17 @@ def test_a_job_of_two_nodes_survives_the_death_of_one(tmp_path: Path) -> None:
     elasrun(write_script(tmp_path, ""))  # removes the folder of the killed launcher
 
 
+def test_workers_end_although_the_launcher_of_their_node_is_stopped() -> None:
+    with two_nodes() as (first, second):
+        workers = [process for process in second.descendants() if not process.children()]
+        second.process.send_signal(signal.SIGSTOP)
+        outcome = first.finish()
+        assert outcome.code == 0 and "silent, node 1 did not answer for" in outcome.out, outcome
+        assert len(workers) == 2 and not wait_gone(workers), "their own links told them"
+        second.process.send_signal(signal.SIGCONT)
+        assert second.finish().code == 8
+
+
 def test_nodes_whose_first_one_dies_kill_their_workers_and_say_so(tmp_path: Path) -> None:
     with two_nodes() as (first, second):
         processes = second.descendants()
@@ -487,7 +502,7 @@ def free_endpoint() -> str:
 
 
 def test_a_plain_job_of_two_nodes_ends_everywhere(tmp_path: Path) -> None:
-    common = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint={free_endpoint()}", *FAST)
+    common = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint={free_endpoint()}", *FAST, *NODES)
     script = write_script(
         tmp_path, "import os, sys, threading\nsys.exit(9) if os.environ['RANK'] == '0' else threading.Event().wait()\n"
     )
@@ -515,7 +530,7 @@ def test_nodes_that_wait_for_others_in_vain_end_as_not_started_and_at_once() -> 
 
 
 def test_a_node_with_another_secret_is_refused(tmp_path: Path) -> None:
-    common = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint={free_endpoint()}", *FAST)
+    common = ("--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint={free_endpoint()}", *FAST, *NODES)
     script = write_script(tmp_path, "print('up', flush=True)")
     with (
         launched(*common, "--node-rank=0", script, environ={"ELAS_TOKEN": "the secret"}) as first,

@@ -14,7 +14,7 @@ from tests.network.switch import Switch
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
-LIMIT_S = 1.5
+LIMIT_S = 2.5
 LIMITS = ("--heartbeat-interval-s=0.2", f"--heartbeat-timeout-s={LIMIT_S}", "--settle-timeout-s=20", "--grace-s=2")
 ON_TIME_S = 2.0
 """For processes of a busy machine to do what is due."""
