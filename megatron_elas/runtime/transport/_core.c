@@ -36,7 +36,8 @@ enum step_kind { COPY, REDUCE_HERE, REDUCE_IN_PYTHON };
 
 #define LOOK_MS 500                   /* how long a signal may wait for the interpreter when it came between two polls */
 #define SEARCH_MS 50                  /* without any movement, after which an objection is searched for */
-#define PIECE ((uint64_t)512 << 10)   /* of reductions and copies; between two of them a cancel is noticed */
+#define PIECE ((uint64_t)512 << 10)   /* of copies; between two of them a cancel is noticed */
+#define READ_AT_ONCE ((uint64_t)2 << 20) /* by a reduction, of all its sources together; likewise */
 #define EARLY ((uint64_t)64 << 10)    /* a reduction begins when that much of all its sources has arrived */
 #define ALL_SOURCES 64                /* reductions of more begin when everything has arrived */
 
@@ -281,6 +282,12 @@ static struct region region_at(const struct op *op, const int64_t *code) {
     return (struct region){op->buffer[code[0]] + code[1], code[2]};
 }
 
+/* How much of its target a step makes at one time. */
+static uint64_t piece_of(const struct step *step) {
+    uint64_t piece = READ_AT_ONCE / step->sources & ~(uint64_t)63;
+    return piece > STAGE_BYTES ? piece : STAGE_BYTES;
+}
+
 static bool overlap(struct region a, struct region b) {
     return a.size && b.size && a.data < b.data + b.size && b.data < a.data + a.size;
 }
@@ -469,8 +476,8 @@ static bool reduce_early(struct op *op) {
             if (receive && receive->got < end) end = receive->got & ~(uint64_t)63;
         }
         if (end < step->done + EARLY && !(end == size && end > step->done)) continue;
-        more |= end > step->done + PIECE;
-        reduce_piece(op, step, smaller(end, step->done + PIECE));
+        more |= end > step->done + piece_of(step);
+        reduce_piece(op, step, smaller(end, step->done + piece_of(step)));
     }
     return more;
 }
@@ -557,7 +564,7 @@ static int reduce(struct op *op, struct step *step) {
     uint64_t size = region_at(op, step->code).size;
     while (step->done < size) {
         if (*op->cancelled) return CANCELLED;
-        int status = reduce_piece(op, step, smaller(size, step->done + PIECE));
+        int status = reduce_piece(op, step, smaller(size, step->done + piece_of(step)));
         if (status) return status;
     }
     return FINISHED;

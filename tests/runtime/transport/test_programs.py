@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,9 +22,10 @@ from megatron_elas.runtime.transport.program import (
     Transfer,
 )
 from megatron_elas.runtime.transport.sockets import SocketTransport
+from megatron_elas.spec.errors import EpochChanged
 from tests.runtime.transport.conftest import needs_library
 from tests.runtime.transport.programs import TorchReducer, bruck, direct, ring, whole
-from tests.runtime.transport.together import all_at_once, data, room, transports
+from tests.runtime.transport.together import all_at_once, data, in_thread, room, transports
 
 CHANNEL = 3
 
@@ -124,6 +126,29 @@ def test_copies_scratch_memory_and_several_buffers(tmp_path: Path) -> None:
         )
         assert outcomes == [None, None]
     assert rooms == [data(size, 1), data(size, 0)]
+
+
+@needs_library
+@pytest.mark.parametrize("what", ["reduction", "copy"])
+def test_a_cancel_ends_a_long_computation(tmp_path: Path, what: str) -> None:
+    size = 16 << 20
+    source, target = Region(0, 0, size), Region(0, size, size)
+    step = Reduce((source,) * 50, target) if what == "reduction" else Copy(source, target)
+    program = Program((Round(then=(step,) * (1 if what == "reduction" else 50)),), 0, TorchReducer("SUM", torch.int8))
+    buffer = room(2 * size)
+    with transports(1, tmp_path) as (transport,):
+        started = time.perf_counter()
+        transport.run(CHANNEL, 0, program, [buffer])
+        whole_s = time.perf_counter() - started
+        running = in_thread(lambda: transport.run(CHANNEL, 1, program, [buffer]))
+        time.sleep(whole_s / 20)
+        started = time.perf_counter()
+        transport.cancel()
+        with pytest.raises(EpochChanged):
+            running()
+        took_s = time.perf_counter() - started
+        print(f"{took_s * 1e3:.2f} ms of {whole_s * 1e3:.0f} ms")
+        assert took_s < whole_s / 2
 
 
 @needs_library

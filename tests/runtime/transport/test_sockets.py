@@ -354,6 +354,41 @@ def test_a_buffer_is_not_read_after_a_cancelled_exchange(unix_pair: list[SocketT
     check_works(unix_pair)
 
 
+def test_a_signal_is_handled_while_an_operation_waits(unix_pair: list[SocketTransport]) -> None:
+    """A handler that returns changes nothing; one that raises ends the operation and lets go of its buffers."""
+    handled = []
+
+    def handle(number: int, frame: object) -> None:
+        handled.append(number)
+        if len(handled) == 1:
+            later.append(in_thread(lambda: unix_pair[1].exchange(CHANNEL, 1, [Part(0, data(8))], [])))
+        else:
+            raise InterruptedError("by the test")
+
+    later: list[Callable[[], object]] = []
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        got = room(8)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        unix_pair[0].exchange(CHANNEL, 1, [], [Part(1, got)])
+        later[0]()
+        assert got == data(8)
+        assert len(handled) == 1
+        buffer = memoryview(bytearray(64 * MIB))
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(InterruptedError):
+            unix_pair[0].exchange(CHANNEL, 2, [Part(1, buffer)], [])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(EpochChanged, match="broken off by InterruptedError"):
+        unix_pair[0].post(CHANNEL, 3, Part(1, data(1)))
+    [link] = unix_pair[0]._links.values()
+    assert link.queued < HEADER_BYTES + MAX_PAYLOAD
+    next_epoch(unix_pair)
+    check_works(unix_pair)
+
+
 @pytest.mark.process
 def test_a_stopped_peer_does_not_delay_the_cancel(tmp_path: Path) -> None:
     def body(worker: int) -> object:

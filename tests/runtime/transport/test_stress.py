@@ -15,7 +15,8 @@ from megatron_elas.runtime.transport.base import Part
 from megatron_elas.runtime.transport.program import Program
 from megatron_elas.spec.errors import EpochChanged
 from tests.runtime.transport.programs import TorchReducer, bruck, direct, ring
-from tests.runtime.workers import introduce, run_workers
+from tests.runtime.transport.together import data, in_thread, room, transports
+from tests.runtime.workers import introduce, run_workers, wait_until
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -27,6 +28,38 @@ LIMIT_S = 0.5
 """From a cancel to the exception, on an overloaded machine; it takes a fraction of a millisecond on a free one."""
 
 
+def test_frames_of_a_newer_epoch_end_operations_again_and_again(tmp_path: Path) -> None:
+    """One worker after the other is the first in the next epoch; what it sends there is kept for the one behind."""
+    rng = random.Random(7)
+    with transports(2, tmp_path) as made:
+        made[0].post(CHANNEL, 0, Part(1, data(1)))
+        made[1].exchange(CHANNEL, 0, [], [Part(0, room(1))])
+        for epoch in range(1, 41):
+            at = rng.randrange(2)
+            ahead, behind = made[at], made[1 - at]
+            receives = [Part(at, room(rng.choice([0, 8, 3_000_000])))] if rng.random() < 0.5 else []
+            sends = [Part(at, data(20_000_000))] if not receives or rng.random() < 0.5 else []
+            waiting = in_thread(lambda: behind.exchange(CHANNEL, 1, sends, receives))  # noqa: B023
+            if sends:
+                wait_until(lambda: behind._links[at, CHANNEL].queued > 0)  # noqa: B023
+            ahead.cancel()
+            ahead.adopt(epoch, lost=())
+            size = rng.choice([0, 8, 100_000])
+            ahead.post(CHANNEL, 2, Part(1 - at, data(size)))
+            with pytest.raises(
+                EpochChanged, match=f"worker {at} is in epoch {epoch} already, this worker in {epoch - 1}"
+            ):
+                waiting()
+            behind.adopt(epoch, lost=())
+            got = room(size)
+            behind.exchange(CHANNEL, 2, [], [Part(at, got)])
+            assert got == data(size)
+            back = room(100_000)
+            behind.post(CHANNEL, 3, Part(at, data(100_000)))
+            ahead.exchange(CHANNEL, 3, [], [Part(1 - at, back)])  # behind its cut frame
+            assert back == data(100_000)
+
+
 def programs_of(worker: int, size: int) -> list[Program]:
     return [
         direct(worker, WORKERS, size, 4, REDUCER, 100_000),
@@ -35,12 +68,12 @@ def programs_of(worker: int, size: int) -> list[Program]:
     ]
 
 
-def rounds_of_cancels(worker: int, folder: Path, rounds: int, scheme: str) -> tuple[dict[str, int], float]:
+def rounds_of_cancels(worker: int, folder: Path, rounds: int, scheme: str) -> tuple[dict[str, int], list[float]]:
     transport = introduce(worker, WORKERS, folder, scheme)
     others = [at for at in range(WORKERS) if at != worker]
     shared, own = random.Random(1), random.Random(100 + worker)
     counts = {"finished": 0, "cancelled": 0, "newer": 0}
-    slowest_s = 0.0
+    took_s: list[float] = []
 
     def meet(tag: int) -> None:
         transport.exchange(
@@ -87,7 +120,7 @@ def rounds_of_cancels(worker: int, folder: Path, rounds: int, scheme: str) -> tu
                     counts["newer"] += 1
                 else:
                     counts["cancelled"] += 1
-                    slowest_s = max(slowest_s, ended - (cancelled_at or [ended])[0])
+                    took_s.append(ended - cancelled_at[0])
                 before = tensor.clone()
                 time.sleep(0.0005)
                 assert torch.equal(tensor, before), "written to after the call"
@@ -101,14 +134,16 @@ def rounds_of_cancels(worker: int, folder: Path, rounds: int, scheme: str) -> tu
         check(turn)
     assert {key: link.fd for key, link in transport._links.items() if key[1] == CHANNEL} == links
     transport.close()
-    return counts, slowest_s
+    return counts, took_s
 
 
 def run(folder: Path, rounds: int, scheme: str, timeout_s: float) -> None:
     outcomes = run_workers(WORKERS, rounds_of_cancels, folder, rounds, scheme, timeout_s=timeout_s)
-    print(outcomes)
     assert all(counts["cancelled"] > rounds // 3 for counts, _ in outcomes)
-    assert max(slowest_s for _, slowest_s in outcomes) < LIMIT_S
+    took_s = sorted(value for _, values in outcomes for value in values)
+    middle, late, last = (took_s[int(len(took_s) * part)] * 1e3 for part in (0.5, 0.99, 0.9999))
+    print(f"{len(took_s)} cancels: p50 {middle:.2f}, p99 {late:.2f}, max {last:.2f} ms")
+    assert took_s[-1] < LIMIT_S
 
 
 @pytest.mark.process
