@@ -31,6 +31,7 @@ from megatron_elas.runtime.communicator.accelerators.driver import Driver
 from megatron_elas.runtime.communicator.accelerators.group import DeviceProcessGroup
 from megatron_elas.runtime.communicator.accelerators.plane import DevicePlane, Verdict
 from megatron_elas.runtime.communicator.communicator import Communicator
+from megatron_elas.runtime.communicator.membership import GroupMembers, Membership
 from megatron_elas.runtime.transport.sockets import SocketTransport
 from megatron_elas.spec.errors import EpochChanged
 
@@ -169,14 +170,22 @@ class Checks:
         """What a recovery does to the communicator, the lost ones being known."""
         self.communicator.cancel()
         self.communicator.drain()
-        self.transport.adopt(epoch, lost=lost)
         self.members = [worker for worker in self.members if worker not in lost]
-        self.everybody.edit(self.members)
+        everybody = tuple(self.members)
+        groups = {self.everybody.group_name: GroupMembers(members=everybody)}
         if self.kept is not None:
-            self.kept.edit([worker for worker in self.first if worker in self.members])
+            first = tuple(worker for worker in self.first if worker in self.members)
+            groups[self.kept.group_name] = GroupMembers(members=first)
         if self.grown is not None:
-            self.grown.edit(self.members, FUSED_CHANNEL)
-        self.communicator.renumber({worker: rank for rank, worker in enumerate(self.members)})
+            groups[self.grown.group_name] = GroupMembers(members=everybody, channel=FUSED_CHANNEL)
+        self.communicator.edit(
+            Membership(
+                epoch=epoch,
+                addresses={at: f"unix:{self.folder}/{at}.sock" for at in self.members},
+                ranks={worker: rank for rank, worker in enumerate(self.members)},
+                groups=groups,
+            )
+        )
 
     def cancel_soon(self) -> tuple[threading.Thread, list[float]]:
         """Bring the news of an epoch's end after ``HANG_S``. Gives when it began and what the call took."""

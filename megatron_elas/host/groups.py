@@ -1,4 +1,4 @@
-"""Writes one placement into everything that knows a group: the groups, c10d's rank maps, parallel_state, args.
+"""What one placement makes of every group, and of what else knows groups: parallel_state, args.
 
 A group's object never changes; its members do. What an edit means depends on what the group was
 made for:
@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from megatron_elas.runtime.communicator.membership import GroupMembers
 from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.plan import ElasticPlan
 
@@ -39,15 +40,12 @@ class GroupKind(enum.Enum):
     FUSED = "fused"
 
 
-class EditableGroup(Protocol):
-    """The part of ElasticProcessGroup that an edit uses."""
+class Group(Protocol):
+    """The part of ElasticProcessGroup that is looked at here."""
 
-    members: Sequence[int]
     original_members: Sequence[int]
     description: str
-
-    def edit(self, members: Sequence[int], channel: int | None = None) -> None:
-        """Set the members (worker ids) and, when given, the channel."""
+    group_name: str
 
 
 def classify_group(original_members: Sequence[int], description: str, initial: Placement) -> GroupKind:
@@ -61,29 +59,37 @@ def classify_group(original_members: Sequence[int], description: str, initial: P
     return GroupKind.FUSED
 
 
-def is_view(group: EditableGroup, initial: Placement) -> bool:
+def is_view(group: Group, initial: Placement) -> bool:
     """Whether its members may disagree about who the members are, so that nothing can be exchanged in it."""
     return classify_group(group.original_members, group.description, initial) is GroupKind.CHAIN
 
 
-def edit_groups(groups: Sequence[EditableGroup], initial: Placement, placement: Placement, worker: int) -> None:
-    """Edit every group of this process to the placement; ``worker`` must have a seat in it."""
+def plan_groups(
+    groups: Sequence[Group], initial: Placement, placement: Placement, worker: int
+) -> dict[str, GroupMembers]:
+    """The members of every group of this process under the placement; ``worker`` must have a seat in it."""
     seated = placement.workers
     chain = placement.chain(worker)
     seen: dict[str, int] = {}
+    planned = {}
     for group in groups:
         kind = classify_group(group.original_members, group.description, initial)
         order = seen.get(group.description, 0)
         seen[group.description] = order + 1
+        channel = None
         if kind is GroupKind.WORLD:
-            group.edit(seated)
+            members = seated
         elif kind is GroupKind.STAGE:
-            group.edit([w for w in group.original_members if w in seated])
+            members = tuple(w for w in group.original_members if w in seated)
         elif kind is GroupKind.CHAIN:
-            stages = sorted({initial.seat(w).stage for w in group.original_members})
-            group.edit([chain[stage] for stage in stages])
+            members = tuple(chain[stage] for stage in sorted({initial.seat(w).stage for w in group.original_members}))
         else:
-            group.edit(seated, FUSED_CHANNELS + zlib.crc32(f"{group.description}/{order}".encode()) % FUSED_CHANNELS)
+            members = seated
+            channel = FUSED_CHANNELS + zlib.crc32(f"{group.description}/{order}".encode()) % FUSED_CHANNELS
+        planned[group.group_name] = GroupMembers(
+            members=members, channel=channel, description=group.description, is_view=kind is GroupKind.CHAIN
+        )
+    return planned
 
 
 def rank_lists() -> dict[str, Any]:

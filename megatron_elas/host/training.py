@@ -12,12 +12,13 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.training import get_args, get_timers
 
 from megatron_elas.host.data import SeekableLoader
-from megatron_elas.host.groups import edit_groups, is_view, write_globals
+from megatron_elas.host.groups import plan_groups, write_globals
 from megatron_elas.host.log_handover import Log
 from megatron_elas.host.model import clear_communication, fit_buffers, hash_parameters, named_parameters, sum_gradients
 from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess, shard_layouts
 from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.runtime.communicator.communicator import Communicator
+from megatron_elas.runtime.communicator.membership import GroupMembers
 from megatron_elas.runtime.ports import StateDigest
 from megatron_elas.spec.errors import StateInvalid
 from megatron_elas.spec.layout import Placement
@@ -127,13 +128,13 @@ class MegatronHost:
         """See Host."""
         self._access.write(flat)
 
-    def edit_groups(self, plan: ElasticPlan) -> None:
+    def plan_groups(self, plan: ElasticPlan) -> dict[str, GroupMembers]:
+        """See Host."""
+        return plan_groups(self._communicator.groups, self._initial, plan.placement, self._worker)
+
+    def follow_groups(self, plan: ElasticPlan) -> None:
         """See Host."""
         last = self._route.plan.placement.workers[-1]
-        edit_groups(self._communicator.groups, self._initial, plan.placement, self._worker)
-        self._communicator.renumber({worker: rank for rank, worker in enumerate(plan.placement.workers)})
-        groups = self._communicator.groups
-        self._communicator.close_unused_links([group for group in groups if not is_view(group, self._initial)])
         write_globals(plan, self._worker)
         self._route.adopt(plan)
         self._pipeline.reset()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from megatron_elas.runtime.communicator.membership import Membership
 from megatron_elas.runtime.migration import apply_moves
 from megatron_elas.runtime.ports import Control, FaultPoint, Groups, Host, Order
 from megatron_elas.runtime.replicator import Replicator
@@ -59,7 +60,6 @@ class Executor:
         self._groups = groups
         self._control = control
         self._strike = strike
-        self._known = set(state.plan.placement.workers)
 
     def apply(self, order: Order, loop_step: int) -> RecoveryReport:
         """Take the state to ``order.settlement.resume_step`` under ``order.plan``.
@@ -78,10 +78,16 @@ class Executor:
         state, plan, settlement = self._state, order.plan, order.settlement
         marks: dict[str, float] = {"settle": time.time()}
         alive = {*plan.placement.workers, *plan.placement.spares}
-        self._transport.set_addresses(order.addresses)
-        self._transport.adopt(plan.epoch, lost=self._known - alive)
-        self._known &= alive
-        if self._control.latest_epoch > plan.epoch:  # announced before adopt(), so its cancel was undone
+        seated = plan.placement.find_seat(state.worker) is not None
+        self._groups.edit(
+            Membership(
+                epoch=plan.epoch,
+                addresses={worker: order.addresses[worker] for worker in sorted(alive)},
+                ranks={worker: rank for rank, worker in enumerate(plan.placement.workers)},
+                groups=self._host.plan_groups(plan) if seated else {},
+            )
+        )
+        if self._control.latest_epoch > plan.epoch:  # announced before the edit, which undid its cancel
             raise EpochChanged(f"epoch {self._control.latest_epoch} was announced before epoch {plan.epoch} began")
         self.lead_activity = settlement.lead_activity
         self.waived_activity = max(self.waived_activity, settlement.waived_activity)
@@ -90,8 +96,8 @@ class Executor:
         for epoch in [e for e in state.stores if e != settlement.base_epoch]:
             del state.stores[epoch]
         state.plan = plan
-        if plan.placement.find_seat(state.worker) is not None:
-            self._host.edit_groups(plan)
+        if seated:
+            self._host.follow_groups(plan)
             self._host.clear_step()
         marks["groups"] = time.time()
 

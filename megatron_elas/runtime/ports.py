@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_elas.runtime.communicator.membership import GroupMembers, Membership
 from megatron_elas.spec.events import WorkerLost
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
@@ -40,8 +41,11 @@ class Host(Protocol):
     def write_shard(self, flat: torch.Tensor) -> None:
         """Make ``flat`` the optimizer shard in use, and cast it into this worker's slice of the parameters."""
 
-    def edit_groups(self, plan: ElasticPlan) -> None:
-        """Rewrite every group, rank and list of ranks to the plan's placement."""
+    def plan_groups(self, plan: ElasticPlan) -> Mapping[str, GroupMembers]:
+        """The members of this worker's groups under the plan, by name. Changes nothing."""
+
+    def follow_groups(self, plan: ElasticPlan) -> None:
+        """Rewrite every rank and list of ranks of the framework to the groups, which have the plan's members now."""
 
     def rebuild(self) -> None:
         """Fit parameter buffers and optimizer to the edited groups. The shard's contents are undefined after."""
@@ -143,6 +147,9 @@ class Groups(Protocol):
 
     def drain(self) -> None:
         """Wait until no operation is in flight."""
+
+    def edit(self, membership: Membership) -> None:
+        """Enter an epoch with other members; see ``Communicator.edit``."""
 
     def barrier(self) -> None:
         """Wait for all seated workers."""

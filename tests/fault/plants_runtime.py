@@ -27,6 +27,8 @@ from tests.fault.plants import (
 )
 from tests.fault.stale import Scene
 
+_NO_DESCRIPTOR = -1
+
 
 def runtime_plants(scene: Scene) -> dict[str, Plant]:
     """By name. Needs a worker with a backup, in an epoch that began with a loss."""
@@ -51,7 +53,7 @@ def runtime_plants(scene: Scene) -> dict[str, Plant]:
     from megatron_elas.spec.report import RecoveryReport
 
     session, state, transport, communicator = scene.session, scene.session._state, scene.transport, scene.communicator
-    world, tables = scene.groups[0], c10d._world
+    world, tables, connections = scene.groups[0], c10d._world, transport._connections
     dead = min(scene.dead)
     peer = next(worker for worker in scene.seated if worker != scene.worker)
     group = next(group for group in scene.groups[1:] if group.size() == 1)
@@ -155,18 +157,13 @@ def runtime_plants(scene: Scene) -> dict[str, Plant]:
             "transport", "the transport is in epoch", lambda: setting(_epoch=(transport, scene.epoch - 1))
         ),
         "an address of a dead worker": Plant(
-            "transport", "knows addresses", lambda: entry(transport._connections._addresses, dead, "unix:/nowhere")
-        ),
-        "a knock of a dead worker": Plant(
-            "transport", "_knocks", lambda: member(transport._connections._knocks, (dead, 0))
+            "transport", "knows addresses", lambda: entry(connections._addresses, dead, "unix:/nowhere")
         ),
         "a dial to a dead worker": Plant(
-            "transport", "_dialling", lambda: member(transport._connections._dialling, (dead, 0))
+            "transport", "dials workers", lambda: member(connections._dialling, (dead, 0))
         ),
-        "a thread that dials a dead worker": Plant(
-            "transport",
-            "threads dial back",
-            lambda: entry(transport._connections._dial_backs._threads, (dead, 0), None),
+        "a thread that waits for a link": Plant(
+            "transport", "wait for links", lambda: member(connections._wakers, _NO_DESCRIPTOR)
         ),
         "a second transport": Plant("transport", "2 transports are alive", lambda: alive(blank(SocketTransport))),
         "a refusal": Plant("transport", "still refuses", lambda: setting(_failure=(transport, _Failure(dead, "gone")))),
@@ -208,7 +205,7 @@ def runtime_plants(scene: Scene) -> dict[str, Plant]:
         ),
         "an old capture": Plant("session", "captures of versions [-9]", lambda: entry(state.captures, -9, None)),
         "a dead worker among the living": Plant(
-            "session", "among the living", lambda: member(session._executor._known, dead)
+            "session", "among the living", lambda: setting(_living=(communicator, communicator._living | {dead}))
         ),
         "a report not sent": Plant(
             "session",

@@ -152,11 +152,10 @@ def transport(scene: Scene) -> Iterator[Finding]:
     if gone := sorted(set(ours._connections._addresses) - scene.alive):
         yield f"the transport knows addresses of workers {gone}"
     # _lost names the dead on purpose: a connection that was under way when they died is refused by it.
-    for name in ("_knocks", "_dialling"):
-        if gone := sorted(key[0] for key in getattr(ours._connections, name) if key[0] not in scene.alive):
-            yield f"the transport's {name} has workers {gone}"
-    if gone := sorted(key[0] for key in ours._connections._dial_backs._threads if key[0] not in scene.alive):
-        yield f"threads dial back workers {gone}"
+    if gone := sorted(peer for peer, _ in ours._connections._dialling if peer not in scene.alive):
+        yield f"the transport dials workers {gone}"
+    if ours._connections._wakers and not scene.interrupted:
+        yield f"{len(ours._connections._wakers)} threads are said to wait for links"
     if len(scene.of(SocketTransport)) != 1:
         yield f"{len(scene.of(SocketTransport))} transports are alive"
     if scene.interrupted:
@@ -206,15 +205,13 @@ def _holders_of(thing: Any, scene: Scene) -> str:
 
 
 def threads(scene: Scene) -> Iterator[Finding]:
-    """Threads of groups are those of living groups; all others of ours are there once, and none dials back."""
+    """Threads of groups are those of living groups; all others of ours are there once."""
     expected = {f"elastic-group-{group.group_name}" for group in scene.groups}
     expected |= {f"elastic-{what}-{scene.worker}" for what in ("accept", "posts")}
     expected |= {"elas-replicator", "elas-link", "elas-heartbeat"}
     seen: set[str] = set()
     for thread in threading.enumerate():
         if not thread.name.startswith(("elastic-", "elas-")):
-            continue
-        if thread.name.startswith("elastic-dial-back-"):  # ends with its dial; who is dialled is in transport()
             continue
         if thread.name not in expected:
             yield f"thread {thread.name} belongs to nothing alive"
@@ -243,8 +240,8 @@ def session(scene: Scene) -> Iterator[Finding]:
         yield f"buffers and optimizer are fitted to {state.fitted}, the replicas are {replicas}"
     if old := sorted(version for version in state.captures if not ours.next_step - 2 <= version <= ours.next_step):
         yield f"captures of versions {old} are kept, the next step is {ours.next_step}"
-    if gone := sorted(ours._executor._known - scene.alive):
-        yield f"the executor counts workers {gone} among the living"
+    if gone := sorted(scene.communicator._living - scene.alive):
+        yield f"the communicator counts workers {gone} among the living"
     if ours._open_report is not None:
         yield f"the report of epoch {ours._open_report.epoch} was not sent"
     if scene.interrupted:

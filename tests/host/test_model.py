@@ -23,6 +23,7 @@ from megatron_elas.host.model import (
 )
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.spec.errors import EpochChanged
+from tests.runtime.memberships import edit_to
 from tests.runtime.workers import KILLED, introduce, run_workers
 
 pytestmark = pytest.mark.process
@@ -112,11 +113,7 @@ def shares(ddp: Any) -> dict[str, float]:
 def new_epoch(communicator: Communicator, epoch: int, lost: tuple[int, ...] = ()) -> None:
     communicator.transport.cancel()
     communicator.drain()
-    for group in communicator.groups:
-        group.edit([worker for worker in group.members if worker not in lost])
-    left = [worker for worker in communicator.world if worker not in lost]
-    communicator.renumber({worker: rank for rank, worker in enumerate(left)})
-    communicator.transport.adopt(epoch, lost=lost)
+    edit_to(communicator, epoch, [worker for worker in communicator.world if worker not in lost])
 
 
 def cut_in_forward(ddp: Any, cancel: Callable[[], None]) -> None:

@@ -20,6 +20,7 @@ import torch
 from megatron_elas.planner.plan import initial_plan, replan
 from megatron_elas.planner.settle import settle
 from megatron_elas.runtime.communicator.communicator import Communicator
+from megatron_elas.runtime.communicator.membership import GroupMembers
 from megatron_elas.runtime.ports import StateDigest
 from megatron_elas.runtime.session import Dispensable, Session
 from megatron_elas.runtime.transport.sockets import SocketTransport
@@ -291,9 +292,14 @@ class ToyWorker:
         self.strike(self.session.plan.epoch, "write", None)
         self.shard.copy_(flat)
 
-    def edit_groups(self, plan: ElasticPlan) -> None:
-        self.world.edit(plan.placement.workers)
-        self.replicas.edit(self.members(plan))
+    def plan_groups(self, plan: ElasticPlan) -> dict[str, GroupMembers]:
+        return {
+            "0": GroupMembers(members=plan.placement.workers),
+            "1": GroupMembers(members=self.members(plan)),
+        }
+
+    def follow_groups(self, plan: ElasticPlan) -> None:
+        pass
 
     def rebuild(self) -> None:
         self.shard = torch.full((self.layout(self.session.plan).flat_numel,), float("nan"))

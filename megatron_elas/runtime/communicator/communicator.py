@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_elas.runtime.communicator import torch_tables
 from megatron_elas.runtime.communicator.accelerators.accelerator import Accelerator
 from megatron_elas.runtime.communicator.accelerators.group import DeviceProcessGroup
 from megatron_elas.runtime.communicator.channels import FIRST_FREE, POINT_TO_POINT, channel_of
+from megatron_elas.runtime.communicator.membership import DEFAULT_GROUP, Membership
+from megatron_elas.runtime.communicator.neighbours import neighbours
 from megatron_elas.runtime.communicator.process_group import BACKEND, ElasticProcessGroup
 from megatron_elas.runtime.transport.base import Transport
 from megatron_elas.spec.errors import EpochChanged
@@ -45,13 +48,55 @@ class Communicator:
         self._transport = transport
         self._world = tuple(world)
         self._accelerator = accelerator
+        self._living = frozenset(world)
+        """Also those without a rank."""
         self._groups: dict[str, ElasticProcessGroup] = {}
+        self._views: frozenset[str] = frozenset()
+        """Names of groups that need no links."""
         self._muted = False
         self._tolerant = False
         self._pending: EpochChanged | None = None
         self._closed = False
         self.silent = False
         """Muted, or an error is pending. Read by groups before every operation."""
+        transport.name_channels(self._name_channel)
+
+    @classmethod
+    def join(
+        cls,
+        transport: Transport,
+        membership: Membership,
+        *,
+        with_torch: bool = True,
+        accelerator: Accelerator | None = None,
+    ) -> Communicator:
+        """Make communicator and groups of a worker that comes to a running job, from what the others edit by.
+
+        Nothing is exchanged.
+
+        Args:
+            transport: As in ``__init__``; it adopts the epoch.
+            membership: As the others have it. The worker need not be new to them.
+            with_torch: Make torch's default group and have torch know all groups, as on the others.
+            accelerator: See ``__init__``.
+
+        Raises:
+            ValueError: This worker has no rank, or no group, in the membership; nothing was changed.
+        """
+        worker = transport.worker
+        if worker not in membership.ranks or not membership.of(worker):
+            raise ValueError(
+                f"worker {worker} cannot join epoch {membership.epoch}, which gives it no rank or no group"
+            )
+        if with_torch and DEFAULT_GROUP not in membership.groups:
+            raise ValueError(f"epoch {membership.epoch} does not name torch's default group, {DEFAULT_GROUP!r}")
+        communicator = cls(transport, membership.world, accelerator)
+        communicator._adopt(membership)
+        if with_torch:
+            communicator.register_backend()
+            torch_tables.init_torch(membership.ranks[worker], len(membership.ranks))
+        communicator._edit_groups(membership)
+        return communicator
 
     @property
     def transport(self) -> Transport:
@@ -151,57 +196,144 @@ class Communicator:
         for group in self.groups:
             group.drain()
 
-    def renumber(self, dense: Mapping[int, int]) -> None:
-        """Write torch's maps of global ranks anew for all groups, in place, after edits. Readies the accelerator.
+    def edit(self, membership: Membership) -> None:
+        """Enter an epoch with other members: addresses, transport, groups, torch's ranks and links, or none of them.
 
-        Global ranks are dense: ``dist.get_rank()`` of a worker changes when lower ones leave, because Megatron
-        indexes by rank and lets the last rank log. Worker ids stay.
+        All workers of the membership call it, between two epochs (``Transport.cancel`` and ``drain`` before), with no
+        operation in flight. Nothing is exchanged; it takes microseconds. Groups keep their identity, and those that
+        this worker is new in are made. Global ranks are dense: ``dist.get_rank()`` of a worker changes when lower ones
+        leave, because Megatron indexes by rank and lets the last rank log. Worker ids stay.
 
-        Args:
-            dense: Global rank of each living worker; 0 to len - 1.
+        A worker without a rank adopts the epoch and keeps its groups as they are until it gets one.
+
+        Afterwards ``open_links`` can make the links that are missing, all at once; the first operations do it
+        otherwise. A newer membership cancels that, and is edited to in the same way.
 
         Raises:
-            ValueError: Ranks are not dense, a group has a member without rank, or the default group's order is
-                another one.
+            ValueError: The epoch is not a newer one, or the membership does not fit this worker's groups; nothing was
+                changed.
         """
-        world = sorted(dense, key=lambda worker: dense[worker])
-        if [dense[worker] for worker in world] != list(range(len(world))):
-            raise ValueError(f"global ranks must be 0 to {len(dense) - 1}, got {dict(dense)}")
-        for group in self.groups:
-            unknown = [worker for worker in group.members if worker not in dense]
-            if unknown:
+        self._check_edit(membership)
+        self._adopt(membership)
+        if self._transport.worker in membership.ranks:
+            self._edit_groups(membership)
+
+    def _check_edit(self, membership: Membership) -> None:
+        worker, epoch = self._transport.worker, membership.epoch
+        if epoch <= self._transport.epoch:
+            raise ValueError(f"epoch {epoch} cannot be adopted after {self._transport.epoch}: epochs only grow")
+        if worker not in membership.addresses:
+            raise ValueError(f"epoch {epoch}: worker {worker} is not among the living {sorted(membership.addresses)}")
+        if worker not in membership.ranks:
+            return
+        channels: dict[int, str] = {}
+        own = membership.of(worker)
+        for name, group in self._groups.items():
+            if name not in membership.groups:
+                gone = [member for member in group.members if member not in membership.ranks]
+                if gone:
+                    raise ValueError(
+                        f"epoch {epoch} does not name {group}, of which workers {gone} have no global rank any more"
+                    )
+                if group is dist.GroupMember.WORLD and group.members != membership.world:
+                    raise ValueError(
+                        f"epoch {epoch} does not name the default group, whose members {list(group.members)} are not "
+                        f"those with a rank, {list(membership.world)}"
+                    )
+                channels[group.channel] = name
+            elif name not in own and group is dist.GroupMember.WORLD:
+                raise ValueError(f"epoch {epoch}: worker {worker} has a rank and cannot leave the default group")
+        for name, new in own.items():
+            known = self._groups.get(name)
+            channel = channel_of(name) if new.channel is None and known is None else new.channel
+            if channel is None:
+                assert known is not None
+                channel = known.channel
+            if channel in channels:
                 raise ValueError(
-                    f"{group}: workers {unknown} have no global rank in {dict(dense)}; edit the group first"
+                    f"epoch {epoch}: groups {channels[channel]} and {name} have the same channel {channel}"
                 )
-        default = dist.GroupMember.WORLD
-        if default in self.groups and list(default.members) != world:
-            raise ValueError(f"the default group has members {list(default.members)}, the ranks say {world}")
+            channels[channel] = name
+
+    def _adopt(self, membership: Membership) -> None:
+        living = frozenset(membership.addresses)
+        self._transport.set_addresses(membership.addresses)
+        if membership.epoch > self._transport.epoch:
+            self._transport.adopt(membership.epoch, lost=self._living - living)
+        self._living = living
+
+    def _edit_groups(self, membership: Membership) -> None:
+        worker = self._transport.worker
+        self._world = membership.world
+        own = membership.of(worker)
+        for name, new in own.items():  # the default group first: torch asks it for the own rank
+            if name in self._groups:
+                self._groups[name].edit(new.members, new.channel)
+        with_torch = torch_tables.owns_torch(self.groups)
+        if with_torch:
+            torch_tables.write_own_rank(membership.ranks[worker])
         for group in self.groups:
-            ranks = c10d._world.pg_group_ranks.get(group)
-            if ranks is not None:
-                ranks.clear()
-                ranks.update({dense[worker]: position for position, worker in enumerate(group.members)})
-        self._world = tuple(world)
-        if default in self.groups:
-            torch._C._distributed_c10d._set_global_rank(dense[self._transport.worker])
+            if group.group_name in membership.groups and group.group_name not in own:
+                self._leave(group)
+            else:
+                torch_tables.write_ranks(group, membership.ranks)
+        for name, new in own.items():
+            if name in self._groups:
+                continue
+            if with_torch:
+                ranks = [membership.ranks[member] for member in new.members]
+                torch_tables.make_group(name, ranks, ranks.index(membership.ranks[worker]), new.description)
+            else:
+                self.open_group(name, new.members)._set_group_desc(new.description)
+            if new.channel is not None:
+                self._groups[name].edit(new.members, new.channel)
+        if with_torch:
+            for name in membership.groups:
+                torch_tables.count_group(name)
+        self._views -= membership.groups.keys()
+        self._views |= {name for name, new in own.items() if new.is_view}
+        self._close_unused_links()
         if self._accelerator is not None:
             self._accelerator.settle()
 
-    def close_unused_links(self, carriers: Collection[ElasticProcessGroup]) -> None:
-        """Close the links of groups that no operation will use after an edit. All seated workers call it after an edit.
+    def _leave(self, group: ElasticProcessGroup) -> None:
+        if group in c10d._world.pg_map:
+            dist.destroy_process_group(group)
+        else:
+            group.shutdown()
 
-        Channels that are no group's are left alone.
+    def open_links(self, limit_s: float | None = None) -> None:
+        """Make the links that the first collectives of all groups will need and that are missing, all at once.
 
-        Args:
-            carriers: Groups whose members agree on who the members are, so that they communicate.
+        Raises:
+            EpochChanged: Cancelled meanwhile, for example by a newer membership.
+            PeerLost: A member has left, or did not answer in time.
         """
+        wanted = {
+            (peer, group.channel)
+            for group in self.groups
+            if group.group_name not in self._views
+            for peer in neighbours(group.members, group.rank())
+        }
+        self._transport.open_links(wanted, limit_s)
+
+    def _close_unused_links(self) -> None:
+        """Close the links of groups that no operation will use after an edit; others than groups' stay."""
         used = {
             (peer, channel)
-            for group in carriers
+            for group in self.groups
+            if group.group_name not in self._views
             for channel in (group.channel, group.channel + POINT_TO_POINT)
             for peer in group.members
         }
         self._transport.keep_links(lambda peer, channel: channel >= FIRST_FREE or (peer, channel) in used)
+
+    def _name_channel(self, channel: int) -> str:
+        of = channel - POINT_TO_POINT if POINT_TO_POINT <= channel < 2 * POINT_TO_POINT else channel
+        for group in self.groups:
+            if group.channel == of:
+                return f"channel {channel} of {group}"
+        return f"channel {channel}"
 
     # ------------------------------------------------------------------ over everybody
 

@@ -139,7 +139,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
     def edit(self, members: Sequence[int], channel: int | None = None) -> None:
         """Change who takes part, in place. Costs microseconds; links are made when first used.
 
-        All members call it between two epochs, with no operation in flight. Then ``Communicator.renumber`` brings
+        All members call it between two epochs, with no operation in flight. ``Communicator.edit`` calls it, and brings
         torch's maps of ranks up to date. Members must agree on ``members`` and ``channel`` if they use a collective
         afterwards; groups that become one need a common channel.
 

@@ -107,6 +107,21 @@ class Transport(Protocol):
         Called when no operation is in flight any more.
         """
 
+    def open_links(self, wanted: Collection[tuple[int, int]], limit_s: float | None = None) -> None:
+        """Make the missing ones of these links (peer, channel) now, all at once, instead of at their first use.
+
+        Ends with ``cancel``, as an operation does. Both ends of a link may call it, or one.
+
+        Raises:
+            EpochChanged: Cancelled.
+            PeerLost: A peer left, refused or did not answer: within ``limit_s`` for all together, or within the
+                transport's own limits for each.
+            ValueError: A peer is this worker, or has no address.
+        """
+
+    def name_channels(self, name_of: Callable[[int], str]) -> None:
+        """Say how error texts call a channel, for example by its group; must not fail for any number."""
+
     def keep_links(self, is_used: Callable[[int, int], bool]) -> None:
         """Close the links for which ``is_used(peer, channel)`` is false.
 

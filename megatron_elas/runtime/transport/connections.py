@@ -1,21 +1,22 @@
 """How links come about: who dials whom, who is let in, and which links there are.
 
-Of two workers the one with the higher id dials the link. The lower one knocks (connects, says for which channel, hangs
-up) and the higher one dials back on a thread made for it, so neither waits for the other's main thread and two links
-for one channel cannot arise. ``cancel`` does not stop that thread: the peer may be in the next epoch.
+Of two workers the one with the higher id dials ("this is a link"). The lower one offers ("may this be a link?"): the
+higher one takes the offer, unless it has a link for the channel or is dialling one, so two links for one channel cannot
+arise. Offers are answered by the listener's thread, so neither side waits for the other's main thread.
+
+A peer that is dialled without success within a limit is lost; whoever reads ``PeerLost`` tells the controller.
 """
 
 from __future__ import annotations
 
-import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
-from megatron_elas.runtime.transport.dial import DialStopped, dial
-from megatron_elas.runtime.transport.dial_backs import DialBacks
-from megatron_elas.runtime.transport.frame import Hello, HelloKind, pack_hello, token_digest
+from megatron_elas.runtime.transport.dialler import Dialler
+from megatron_elas.runtime.transport.handshake import Hello, HelloKind, Verdict, make_key
 from megatron_elas.runtime.transport.link import Link
 from megatron_elas.runtime.transport.listener import Listener
 from megatron_elas.spec.errors import EpochChanged, PeerLost
@@ -55,23 +56,22 @@ class Connections:
 
     def __init__(self, owner: Owner, listen: str, token: str) -> None:
         """Listen and start accepting. Raises as ``SocketTransport``."""
-        self._owner = owner
-        self._worker = owner.worker
-        self._digest = token_digest(token)
-        self._closed = False
+        self.owner = owner
+        self.key = make_key(token)
+        self.name_channel: Callable[[int], str] = "channel {}".format
+        """For error texts."""
         self.links: dict[Key, Link] = {}
+        self._closed = False
         self._addresses: dict[int, str] = {}
-        self._lost: dict[int, str | None] = {}
+        self._lost: set[int] = set()
+        self._back: dict[int, int] = {}
+        """Lost workers that live again, with their first epoch: an earlier self may still be running somewhere."""
         self._dialling: set[Key] = set()
-        self._knocks: set[Key] = set()
+        self._wakers: set[int] = set()
+        """Event descriptors of the threads that open links."""
         self.changed = threading.Condition()
-        """Guards all of the above and tells of new links, addresses and cancels."""
-        self._dial_backs = DialBacks(f"elastic-dial-back-{owner.worker}", self._answer_knock)
-        try:
-            self._listener = Listener(listen, self._digest, self._welcome, f"elastic-accept-{owner.worker}")
-        except BaseException:
-            self._dial_backs.close()
-            raise
+        """Guards links, addresses, losses and dials."""
+        self._listener = Listener(listen, self.key, owner.worker, self._welcome, f"elastic-accept-{owner.worker}")
 
     @property
     def address(self) -> str:
@@ -79,22 +79,17 @@ class Connections:
         return self._listener.address
 
     def set_addresses(self, addresses: Mapping[int, str]) -> None:
-        """Say where peers are. A lost worker counts as living again when its address is a new one."""
+        """Say where the living are. A lost worker that is among them lives again, from the next epoch on."""
         with self.changed:
-            for peer in [peer for peer, old in self._lost.items() if addresses.get(peer, old) != old]:
-                del self._lost[peer]
+            for peer in self._lost & addresses.keys():
+                self._lost.discard(peer)
+                self._back[peer] = self.owner.epoch + 1
             self._addresses = dict(addresses)
-            knocks = [key for key in self._knocks if key[0] in self._addresses]
-            self._knocks.difference_update(knocks)
-            self.changed.notify_all()
-        for peer, channel in knocks:
-            self._dial_backs.ask(peer, channel)
+            self._tell()
 
     def adopt(self, epoch: int, lost: Collection[int]) -> None:
         """Close the links to ``lost`` and make the others usable in a new epoch. The caller holds ``changed``."""
-        for peer in lost:
-            self._lost[peer] = self._addresses.get(peer)
-        self._knocks = {key for key in self._knocks if key[0] not in self._lost}
+        self._lost.update(lost)
         for key, link in list(self.links.items()):
             if link.peer in self._lost or link.hung_up():  # a broken one between the living is dialled anew
                 link.close(f"worker {link.peer} left before epoch {epoch}")
@@ -112,11 +107,10 @@ class Connections:
                     del self.links[key]
 
     def close(self) -> None:
-        """Close links and listener, remove the socket file, end threads. The transport is cancelled before."""
+        """Close links and listener, remove the socket file, end the thread. The transport is cancelled before."""
         with self.changed:
             self._closed = True
         self._listener.close()
-        self._dial_backs.close()
         with self.changed:
             for link in self.links.values():
                 link.close("the transport was closed")
@@ -124,116 +118,119 @@ class Connections:
 
     # ------------------------------------------------------------------ opening links
 
-    def open(self, peer: int, channel: int) -> Link:
-        """Dial, or knock and wait to be dialled.
+    def open_all(self, wanted: Collection[Key], limit_s: float | None = None) -> dict[Key, Link]:
+        """Make the missing ones of these links, all at once.
+
+        Args:
+            wanted: Peers and channels.
+            limit_s: For all together. Each peer has its own limits besides, see ``dialler``.
+
+        Returns:
+            All of them.
 
         Raises:
             EpochChanged: Cancelled meanwhile.
-            PeerLost: The peer has left or refused.
-            ValueError: The peer is this worker, or has no address.
+            PeerLost: A peer has left, refused, or did not answer in time; the first one that did so.
+            ValueError: A peer is this worker, or has no address; nothing was dialled.
         """
-        if peer == self._worker:
-            raise ValueError(f"worker {peer} cannot send to itself")
-        owner = self._owner
-        key = (peer, channel)
         with self.changed:
-            self._check_reachable(peer)
-            address = self._addresses.get(peer)
-        if address is None:
-            raise ValueError(f"worker {peer} has no address; call set_addresses before using channel {channel}")
+            for peer, channel in wanted:
+                self.address_of(peer, channel)
+            waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._wakers.add(waker)
         try:
-            if self._worker > peer:
-                return self._dial(key, address, owner.wake_fd)
-            dial_back = Hello(HelloKind.KNOCK, self._worker, channel)
-            with dial(address, owner.wake_fd) as knock:
-                knock.sendall(pack_hello(dial_back, self._digest))
-        except DialStopped:
-            raise owner.refusal() from None
-        except OSError as error:
-            detail = f"could not dial {address}: {error.strerror or error} (channel {channel}, epoch {owner.epoch})"
-            raise PeerLost(peer, detail) from None
-        with self.changed:
-            while key not in self.links:
-                if owner.cancelled:
-                    raise owner.refusal()
-                self._check_reachable(peer)
-                self.changed.wait()
-            return self.links[key]
-
-    def _check_reachable(self, peer: int) -> None:
-        if peer in self._lost:
-            raise PeerLost(peer, f"it left before epoch {self._owner.epoch}")
-
-    def _dial(self, key: Key, address: str, wake_fd: int) -> Link:
-        """The link, dialled by this thread or by another one that was faster.
-
-        Raises:
-            DialStopped, OSError: See ``dial``.
-        """
-        peer, channel = key
-        with self.changed:
-            while key in self._dialling:
-                if self._owner.cancelled and wake_fd == self._owner.wake_fd:
-                    raise DialStopped
-                self.changed.wait()
-            if key in self.links:
-                return self.links[key]
-            self._dialling.add(key)
-        sock: socket.socket | None = None
-        try:
-            sock = dial(address, wake_fd)
-            sock.sendall(pack_hello(Hello(HelloKind.LINK, self._worker, channel), self._digest))
-        except BaseException:
-            if sock is not None:
-                sock.close()
-                sock = None
-            raise
+            return Dialler(self, wanted, limit_s).run(waker)
         finally:
             with self.changed:
-                self._dialling.discard(key)
-                if sock is not None:
-                    link = self._owner.make_link(peer, channel, sock)
-                    if peer in self._lost:  # only a dial back can be overtaken by an epoch
-                        link.close(f"worker {peer} left before epoch {self._owner.epoch}")
-                    else:
-                        self.links[key] = link
-                self.changed.notify_all()
-        return link
+                self._wakers.discard(waker)
+                os.close(waker)
+
+    def address_of(self, peer: int, channel: int) -> str:
+        """Where a peer can be dialled. Raises as ``open_all``."""
+        if peer == self.owner.worker:
+            raise ValueError(f"worker {peer} cannot send to itself")
+        if peer in self._lost:
+            raise PeerLost(peer, f"it left before epoch {self.owner.epoch}")
+        address = self._addresses.get(peer)
+        if address is None:
+            raise ValueError(
+                f"worker {peer} has no address; call set_addresses before using {self.name_channel(channel)}"
+            )
+        return address
+
+    def describe_failure(self, key: Key, address: str, why: str) -> str:
+        """The sentence of a dial that failed."""
+        return f"could not dial {address}: {why} ({self.name_channel(key[1])}, epoch {self.owner.epoch})"
+
+    def claim(self, key: Key) -> bool:
+        """Reserve the right to dial for this key; False when another thread has it. The caller holds ``changed``."""
+        if key in self._dialling:
+            return False
+        self._dialling.add(key)
+        return True
+
+    def unclaim(self, keys: Collection[Key]) -> None:
+        """Give it back."""
+        with self.changed:
+            self._dialling.difference_update(keys)
+            self._tell()
+
+    def enrol(self, key: Key, sock: socket.socket) -> Link:
+        """Make a dialled connection a link and give back the claim. Gives the link to use.
+
+        Raises:
+            EpochChanged: The transport was closed meanwhile.
+            PeerLost: The peer has left meanwhile.
+        """
+        with self.changed:
+            self._dialling.discard(key)
+            self._tell()
+            known = self.links.get(key)
+            if known is None and not self._closed and key[0] not in self._lost:
+                known = self.links[key] = self.owner.make_link(*key, sock)
+                return known
+            sock.close()
+            if self._closed:
+                raise self.owner.refusal()
+            if known is None:
+                raise PeerLost(key[0], f"it left before epoch {self.owner.epoch}")
+            return known
+
+    def _tell(self) -> None:
+        """Wake the threads that open links. The caller holds ``changed``."""
+        for waker in self._wakers:
+            os.eventfd_write(waker, 1)
+
+    # ------------------------------------------------------------------ being dialled
 
     def _welcome(self, hello: Hello, sock: socket.socket) -> None:
-        """A peer has connected. Runs on the listener's thread."""
-        _, peer, channel = hello
-        if hello.kind is HelloKind.KNOCK:
-            sock.close()
-            with self.changed:
-                known = peer in self._addresses
-                if not known and peer not in self._lost:
-                    self._knocks.add((peer, channel))  # it learnt of us before we of it
-            if known:
-                self._dial_backs.ask(peer, channel)
-            return
+        """A peer has connected and proven itself. Runs on the listener's thread."""
+        key = (hello.worker, hello.channel)
         with self.changed:
-            if self._closed or peer in self._lost or peer <= self._worker:
+            if self._closed or self._has_left(hello) or (hello.kind is HelloKind.LINK) != (hello.worker > hello.peer):
                 sock.close()
                 return
-            old = self.links.get((peer, channel))
+            old = self.links.get(key)
+            if hello.kind is HelloKind.OFFER:
+                crossed = key in self._dialling or (old is not None and not old.hung_up())
+                if not _say(sock, Verdict.CROSSED if crossed else Verdict.TAKEN) or crossed:
+                    sock.close()
+                    return
             if old is not None:  # the peer lost its end of the old one
                 old.close("dialled anew by the peer")
-            self.links[(peer, channel)] = self._owner.make_link(peer, channel, sock)
-            self.changed.notify_all()
+            self.links[key] = self.owner.make_link(*key, sock)
+            self._tell()
 
-    def _answer_knock(self, peer: int, channel: int) -> None:
-        """Dial the peer back. Runs on a thread of its own."""
-        key = (peer, channel)
-        with self.changed:
-            address = self._addresses.get(peer)
-            if address is None or peer in self._lost or peer >= self._worker:
-                return
-            link = self.links.get(key)
-            if link is not None:
-                if not link.hung_up():
-                    return  # dialled already; the knock crossed it
-                link.close("closed by the peer")
-                del self.links[key]
-        with contextlib.suppress(DialStopped, OSError):  # the peer is gone, and waits for us no more
-            self._dial(key, address, self._dial_backs.stop_fd)
+    def _has_left(self, hello: Hello) -> bool:
+        """Whether it is one we counted as lost; not one that took its place, perhaps in an epoch that is to come."""
+        if hello.worker in self._lost:
+            return hello.epoch <= self.owner.epoch
+        return hello.epoch < self._back.get(hello.worker, 0)
+
+
+def _say(sock: socket.socket, verdict: Verdict) -> bool:
+    """Send it, before any frame; False when the peer is gone again."""
+    try:
+        return sock.send(bytes([verdict])) == 1
+    except OSError:
+        return False

@@ -14,7 +14,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_elas.runtime.transport.base import Part, ProtocolError
 from megatron_elas.runtime.transport.connections import Connections
@@ -92,7 +92,7 @@ class SocketTransport:
         return self._cancelled
 
     def set_addresses(self, addresses: Mapping[int, str]) -> None:
-        """Say where peers are. A lost worker counts as living again when its address is a new one."""
+        """Say where the living are. A lost worker that is among them lives again, from the next epoch on."""
         self._connections.set_addresses(addresses)
 
     @property
@@ -120,9 +120,10 @@ class SocketTransport:
         used: list[Link] = []
         try:
             call = Call.begin(channel, self._epoch, tag, limit_s)
-            outgoing = [(self._link(peer, channel), buffer) for peer, buffer in sends]
+            parts = (*sends, *receives)
+            outgoing = [(self._link(peer, channel, parts), buffer) for peer, buffer in sends]
             used += [link for link, _ in outgoing]
-            incoming = [(self._link(peer, channel), buffer) for peer, buffer in receives]
+            incoming = [(self._link(peer, channel, parts), buffer) for peer, buffer in receives]
             self._engine.exchange(call, outgoing, incoming)
         except BaseException as error:
             self._break_off(channel, used, error)
@@ -141,7 +142,11 @@ class SocketTransport:
             raise self.refusal()
         try:
             call = Call.begin(channel, self._epoch, tag, limit_s)
-            self._engine.run(call, program, lambda peer: self._link(peer, channel), buffers)
+
+            def link_to(peer: int) -> Link:
+                return self._link(peer, channel, (part for turn in program.rounds for part in (*turn[0], *turn[1])))
+
+            self._engine.run(call, program, link_to, buffers)
         except BaseException as error:
             used = [link for key, link in self._links.copy().items() if key[1] == channel]
             self._break_off(channel, used, error)
@@ -160,9 +165,13 @@ class SocketTransport:
             self._poison(error)
             raise
 
-    def _link(self, peer: int, channel: int) -> Link:
+    def _link(self, peer: int, channel: int, others: Iterable[tuple[int, Any]] = ()) -> Link:
+        """The link to ``peer``; when it is missing, those to the peers of ``others`` are made at the same time."""
         link = self._links.get((peer, channel))
-        return self._connections.open(peer, channel) if link is None else link
+        if link is None:
+            keys = {(peer, channel), *((other, channel) for other, _ in others)}
+            link = self._connections.open_all(keys)[peer, channel]
+        return link
 
     # ------------------------------------------------------------------ failing
 
@@ -231,6 +240,18 @@ class SocketTransport:
             self._control.cancelled.value = 0
             with contextlib.suppress(BlockingIOError):  # it failed without a cancel
                 os.eventfd_read(self._wake)
+
+    def open_links(self, wanted: Collection[tuple[int, int]], limit_s: float | None = None) -> None:
+        """See ``base.Transport``."""
+        try:
+            self._connections.open_all(wanted, limit_s)
+        except EpochChanged as error:
+            self._poison(error)
+            raise
+
+    def name_channels(self, name_of: Callable[[int], str]) -> None:
+        """See ``base.Transport``."""
+        self._connections.name_channel = name_of
 
     def keep_links(self, is_used: Callable[[int, int], bool]) -> None:
         """See ``base.Transport``."""

@@ -20,6 +20,7 @@ from megatron_elas.runtime.transport.base import Part
 from megatron_elas.runtime.transport.sockets import SocketTransport
 from megatron_elas.spec.errors import EpochChanged
 from tests.runtime.communicator.test_epochs import check_sum, joined, make_barrier
+from tests.runtime.memberships import edit_to
 from tests.runtime.workers import KILLED, introduce, run_workers, wait_until
 
 
@@ -246,7 +247,7 @@ def test_rows_and_barriers_go_over_the_first_group_without_torchs_default_one(tm
     def body(own: int) -> bool:
         transport = introduce(own, 3, tmp_path)
         communicator = Communicator(transport, range(3))
-        group = communicator.open_group("everybody", [2, 0, 1])
+        communicator.open_group("everybody", [2, 0, 1])
         communicator.open_group("another", [own])
         rows = communicator.all_gather_rows((own, -own, (1 << 62) + own))
         assert rows == [[worker, -worker, (1 << 62) + worker] for worker in (2, 0, 1)]
@@ -275,8 +276,7 @@ def test_rows_and_barriers_go_over_the_first_group_without_torchs_default_one(tm
         if own == 1:
             transport.close()
             return True
-        group.edit([2, 0])
-        transport.adopt(1, lost=[1])
+        edit_to(communicator, 1, [0, 2])
         assert communicator.all_gather_rows([own]) == [[2], [0]]
         communicator.close()
         transport.close()
@@ -323,10 +323,7 @@ def test_megatron_builds_all_its_groups_over_it(tmp_path: Path) -> None:
             ready.wait()
             if own == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            for group in communicator.groups:
-                group.edit([worker for worker in group.members if worker != 1])
-            communicator.renumber({0: 0, 2: 1, 3: 2})
-            transport.adopt(1, lost=[1])
+            edit_to(communicator, 1, [0, 2, 3])
             for group in (data, model, None):
                 check_sum(group, list(group.members) if group else [0, 2, 3], own)
             return len({group.channel for group in communicator.groups}) - len(communicator.groups)

@@ -21,9 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_elas.runtime.communicator.communicator import Communicator
+from megatron_elas.runtime.communicator.membership import GroupMembers
 from megatron_elas.runtime.communicator.process_group import ElasticProcessGroup
 from megatron_elas.runtime.transport.sockets import SocketTransport
 from megatron_elas.spec.errors import EpochChanged, PeerLost
+from tests.runtime.memberships import edit_to
 from tests.runtime.workers import KILLED, introduce, run_workers
 
 pytestmark = pytest.mark.process
@@ -86,11 +88,8 @@ def test_groups_shrink_from_four_to_two_while_everybody_holds_them(tmp_path: Pat
                 communicator.drain()
                 ready[len(living)].wait()
                 started = time.perf_counter()
-                for group in communicator.groups:
-                    group.edit([worker for worker in group.members if worker in living])
                 dense = {worker: rank for rank, worker in enumerate(living)}
-                communicator.renumber(dense)
-                transport.adopt(epoch, lost=[worker for worker in range(4) if worker not in living])
+                edit_to(communicator, epoch, living)
                 print(f"edit of {len(communicator.groups)} groups: {(time.perf_counter() - started) * 1e6:.0f} us")
 
                 assert [id(group) for group in communicator.groups] == identities
@@ -140,36 +139,20 @@ def test_two_groups_become_one_on_a_common_channel(tmp_path: Path) -> None:
             check_sum(group, list(group.members), own)
             transport.cancel()
             ready.wait()
-            group.edit([0, 1, 2, 3], channel=1 << 20)
-            communicator.renumber({worker: worker for worker in range(4)})
-            transport.adopt(1, lost=())
+            fused = {group.group_name: GroupMembers(members=(0, 1, 2, 3), channel=1 << 20)}
+            edit_to(communicator, 1, range(4), fused)
             assert group.channel == 1 << 20
-            communicator.close_unused_links([group])
             assert not transport._links, "links of the group of two are of no use any more"
             ready.wait()  # only now may a peer open the next ones
             check_sum(group, [0, 1, 2, 3], own)
-            communicator.close_unused_links([group])
+            transport.cancel()
+            ready.wait()
+            edit_to(communicator, 2, range(4))
             assert set(transport._links) == {(peer, 1 << 20) for peer in range(4) if peer != own}
             ready.wait()
         return True
 
     assert all(run_workers(4, body))
-
-
-def test_an_edit_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    with joined(0, 1, tmp_path) as (_, communicator):
-        group = communicator.open_group("other", [0, 1, 2])
-        with pytest.raises(ValueError, match="cannot have members"):
-            group.edit([1, 2])
-        with pytest.raises(ValueError, match="cannot have members"):
-            group.edit([0, 1, 1])
-        with pytest.raises(ValueError, match=r"workers \[1, 2\] have no global rank"):
-            communicator.renumber({0: 0})
-        group.edit([0])
-        with pytest.raises(ValueError, match="must be 0 to 0"):
-            communicator.renumber({0: 1})
-        with pytest.raises(ValueError, match="the default group has members"):
-            communicator.renumber({0: 0, 1: 1})
 
 
 def test_an_edit_forgets_who_was_received_from(tmp_path: Path) -> None:
@@ -201,9 +184,8 @@ def test_hundred_edits_leave_no_descriptor_or_thread(tmp_path: Path) -> None:
                 communicator.drain()
                 ready.wait()
                 apart = epoch % 3
-                group.edit([own] if own == apart else [at for at in range(3) if at != apart])
-                communicator.renumber({worker: worker for worker in range(3)})
-                transport.adopt(epoch, lost=())
+                members = (own,) if own == apart else tuple(at for at in range(3) if at != apart)
+                edit_to(communicator, epoch, range(3), {group.group_name: GroupMembers(members=members)})
                 if epoch == 10:
                     after_ten = counts()
             ready.wait()

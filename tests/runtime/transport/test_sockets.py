@@ -13,17 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_elas.runtime.transport.base import Part, ProtocolError, Transport
-from megatron_elas.runtime.transport.frame import (
-    HEADER,
-    HEADER_BYTES,
-    HELLO_BYTES,
-    MAGIC,
-    MAX_PAYLOAD,
-    Hello,
-    HelloKind,
-    pack_hello,
-    token_digest,
-)
+from megatron_elas.runtime.transport.frame import HEADER, HEADER_BYTES, MAGIC, MAX_PAYLOAD
 from megatron_elas.runtime.transport.sockets import SocketTransport
 from megatron_elas.spec.errors import EpochChanged, PeerLost
 from tests.runtime.transport.together import MIB, data, in_thread, next_epoch, room, transports
@@ -135,97 +125,6 @@ def test_either_side_may_be_the_first_to_use_a_link(unix_pair: list[SocketTransp
         unix_pair[receiver].exchange(channel, 0, [], [Part(sender, got)])
         assert got == data(10)
         assert all(sum(key[1] == channel for key in t._links) == 1 for t in unix_pair)
-
-
-def test_a_knock_that_comes_before_the_addresses_is_answered_later(tmp_path: Path) -> None:
-    low, high = (SocketTransport(worker, f"unix:{tmp_path}/{worker}", "secret") for worker in (0, 1))
-    with contextlib.closing(low), contextlib.closing(high):
-        addresses = {0: low.address, 1: high.address}
-        low.set_addresses(addresses)
-        sent = in_thread(lambda: low.post(CHANNEL, 0, Part(1, data(10))))
-        wait_until(lambda: bool(high._connections._knocks))
-        high.set_addresses(addresses)
-        sent()
-        got = room(10)
-        high.exchange(CHANNEL, 0, [], [Part(0, got)])
-        assert got == data(10)
-
-
-@contextlib.contextmanager
-def unanswering(path: Path) -> Iterator[str]:
-    """An address where dialling neither succeeds nor fails, as a host without power: a listener with a full backlog."""
-    with contextlib.ExitStack() as stack:
-        deaf = stack.enter_context(socket.socket(socket.AF_UNIX))
-        deaf.bind(str(path))
-        deaf.listen(0)
-        while True:
-            waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
-            waiting.setblocking(False)
-            if waiting.connect_ex(str(path)) != 0:
-                break
-        yield f"unix:{path}"
-
-
-def knock(transport: SocketTransport, peer: int, channel: int) -> None:
-    """As worker ``peer`` does just before its host loses its power."""
-    with connect(transport) as sock:
-        sock.sendall(pack_hello(Hello(HelloKind.KNOCK, peer, channel), token_digest("secret")))
-        assert is_refused(sock)  # it was read
-
-
-def dial_back_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("elastic-dial-back")]
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_a_peer_that_knocks_and_then_never_answers_stops_nobody(tmp_path: Path, early: bool) -> None:
-    with contextlib.ExitStack() as stack:
-        deaf = stack.enter_context(unanswering(tmp_path / "deaf"))
-        low, high = (
-            stack.enter_context(contextlib.closing(SocketTransport(worker, f"unix:{tmp_path}/{worker}", "secret")))
-            for worker in (1, 2)
-        )
-        addresses = {0: deaf, 1: low.address, 2: high.address}
-        fds = len(os.listdir("/proc/self/fd"))
-        low.set_addresses(addresses)
-        if early:
-            knock(high, 0, CHANNEL)
-            wait_until(lambda: bool(high._connections._knocks))
-        high.set_addresses(addresses)
-        if not early:
-            knock(high, 0, CHANNEL)
-        wait_until(lambda: (0, CHANNEL) in high._connections._dialling)
-        for _ in range(20):
-            knock(high, 0, CHANNEL)
-        assert len(dial_back_threads()) == 1
-        wait_until(lambda: len(os.listdir("/proc/self/fd")) == fds + 1)  # the one that dials
-        for epoch, channel in enumerate((CHANNEL, CHANNEL + 1)):
-            low.post(channel, 0, Part(2, data(10)))
-            got = room(10)
-            high.exchange(channel, 0, [], [Part(1, got)])
-            assert got == data(10)
-            next_epoch([low, high], epoch + 1)
-        wait_until(lambda: len(dial_back_threads()) == 1)  # those that linked the living peers have ended
-        assert (0, CHANNEL) in high._connections._dialling, "an epoch does not end it: the peer may be in the next one"
-    assert not dial_back_threads()
-
-
-def test_a_dial_back_that_an_epoch_overtakes_leaves_no_link_to_a_lost_peer(tmp_path: Path) -> None:
-    with (
-        unanswering(tmp_path / "deaf") as deaf,
-        contextlib.closing(SocketTransport(2, f"unix:{tmp_path}/2", "secret")) as transport,
-    ):
-        transport.set_addresses({0: deaf})
-        knock(transport, 0, CHANNEL)
-        wait_until(lambda: (0, CHANNEL) in transport._connections._dialling)
-        transport.cancel()
-        transport.adopt(1, lost=[0])
-        os.unlink(tmp_path / "deaf")
-        with socket.socket(socket.AF_UNIX) as late:
-            late.bind(str(tmp_path / "deaf"))
-            late.listen(1)
-            wait_until(lambda: not dial_back_threads())
-        assert not transport._links
 
 
 # ---------------------------------------------------------------- epochs
@@ -487,44 +386,7 @@ def test_a_broken_link_between_living_workers_is_made_anew_in_the_next_epoch(uni
         check_works(unix_pair)
 
 
-# ---------------------------------------------------------------- strangers
-
-
-def connect(transport: SocketTransport) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(5)
-    sock.connect(transport.address.removeprefix("unix:"))
-    return sock
-
-
-def is_refused(sock: socket.socket) -> bool:
-    try:
-        return sock.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
-@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: localhost:1234\r\n\r\n".ljust(HELLO_BYTES), bytes(200)])
-def test_bytes_that_are_no_hello_are_refused(unix_pair: list[SocketTransport], garbage: bytes) -> None:
-    with connect(unix_pair[0]) as stranger:
-        stranger.sendall(garbage)
-        assert is_refused(stranger)
-    check_works(unix_pair)
-
-
-def test_a_wrong_token_is_refused(unix_pair: list[SocketTransport], tmp_path: Path) -> None:
-    with contextlib.closing(SocketTransport(5, f"unix:{tmp_path}/5", "guess")) as stranger:
-        stranger.set_addresses({0: unix_pair[0].address})
-        with pytest.raises(PeerLost, match="worker 0"):
-            stranger.exchange(CHANNEL, 0, [Part(0, data(8))], [Part(0, room(8))])
-    assert not unix_pair[0]._links
-
-
-def test_a_silent_stranger_stops_nobody(unix_pair: list[SocketTransport]) -> None:
-    with connect(unix_pair[0]) as silent, connect(unix_pair[1]) as half:
-        half.sendall(b"half")
-        check_works(unix_pair)
-        assert silent.fileno() > 0
+# ---------------------------------------------------------------- the wire format
 
 
 def test_random_bytes_on_a_link_break_it(unix_pair: list[SocketTransport]) -> None:

@@ -17,6 +17,7 @@ from megatron_elas.runtime.communicator.accelerators.group import DeviceProcessG
 from megatron_elas.runtime.communicator.accelerators.hccl import HcclDriver
 from megatron_elas.runtime.communicator.accelerators.nccl import NcclDriver
 from megatron_elas.runtime.communicator.communicator import Communicator
+from megatron_elas.runtime.communicator.membership import GroupMembers, Membership
 from megatron_elas.runtime.transport.sockets import SocketTransport
 from tests.runtime.communicator.accelerators.fakes import Record, nccl_of, npu_library
 from tests.runtime.workers import introduce
@@ -63,12 +64,19 @@ class Member:
         """What a recovery does to the communicator."""
         self.communicator.cancel()
         self.communicator.drain()
-        self.transport.adopt(epoch, lost=lost)
-        for name, new in members.items():
-            if name in self.groups:
-                self.groups[name].edit(new)
-        workers = sorted({worker for group in self.communicator.groups for worker in group.members})
-        self.communicator.renumber({worker: rank for rank, worker in enumerate(workers)})
+        groups = {
+            name: GroupMembers(members=tuple(members.get(name, group.members))) for name, group in self.groups.items()
+        }
+        workers = sorted({worker for group in groups.values() for worker in group.members})
+        known = self.transport._connections._addresses
+        self.communicator.edit(
+            Membership(
+                epoch=epoch,
+                addresses={worker: known[worker] for worker in known if worker not in lost},
+                ranks={worker: rank for rank, worker in enumerate(workers)},
+                groups=groups,
+            )
+        )
         self.record.calls.append(("epoch", epoch))
 
     def since(self, epoch: int) -> list[Any]:
