@@ -64,8 +64,9 @@ class Member:
         """What a recovery does to the communicator."""
         self.communicator.cancel()
         self.communicator.drain()
-        groups = {
-            name: GroupMembers(members=tuple(members.get(name, group.members))) for name, group in self.groups.items()
+        groups = {  # a test may call a group otherwise than the communicator does
+            group.group_name: GroupMembers(members=tuple(members.get(name, group.members)), channel=group.channel)
+            for name, group in self.groups.items()
         }
         workers = sorted({worker for group in groups.values() for worker in group.members})
         known = self.transport._connections._addresses
