@@ -15,7 +15,8 @@ from megatron_elas.runtime.communicator.accelerators.group import DeviceProcessG
 from megatron_elas.runtime.communicator.channels import FIRST_FREE, POINT_TO_POINT, channel_of
 from megatron_elas.runtime.communicator.membership import DEFAULT_GROUP, Membership
 from megatron_elas.runtime.communicator.neighbours import neighbours
-from megatron_elas.runtime.communicator.process_group import BACKEND, ElasticProcessGroup
+from megatron_elas.runtime.communicator.process_group import ElasticProcessGroup
+from megatron_elas.runtime.communicator.running_group import BACKEND, RunningGroup
 from megatron_elas.runtime.transport.base import Transport
 from megatron_elas.spec.errors import EpochChanged
 
@@ -32,13 +33,22 @@ class Communicator:
       ``EpochChanged``.
     """
 
-    def __init__(self, transport: Transport, world: Sequence[int], accelerator: Accelerator | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        world: Sequence[int],
+        accelerator: Accelerator | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> None:
         """Make a communicator without groups.
 
         Args:
             transport: Of this process; stays the caller's to close.
             world: Worker id of each global rank.
             accelerator: Carries tensors that lie on this process's device. Without one, groups take CPU tensors only.
+            deterministic: Groups of more than ``collectives.DIRECT_MEMBERS`` sum in the order of their members too,
+                as smaller ones always do, for the price of a link between any two members. Equal on all workers.
 
         Raises:
             ValueError: The own worker is not in ``world``.
@@ -50,6 +60,7 @@ class Communicator:
         self._accelerator = accelerator
         self._living = frozenset(world)
         """Also those without a rank."""
+        self._deterministic = deterministic
         self._groups: dict[str, ElasticProcessGroup] = {}
         self._views: frozenset[str] = frozenset()
         """Names of groups that need no links."""
@@ -69,6 +80,7 @@ class Communicator:
         *,
         with_torch: bool = True,
         accelerator: Accelerator | None = None,
+        deterministic: bool = False,
     ) -> Communicator:
         """Make communicator and groups of a worker that comes to a running job, from what the others edit by.
 
@@ -79,6 +91,7 @@ class Communicator:
             membership: As the others have it. The worker need not be new to them.
             with_torch: Make torch's default group and have torch know all groups, as on the others.
             accelerator: See ``__init__``.
+            deterministic: See ``__init__``.
 
         Raises:
             ValueError: This worker has no rank, or no group, in the membership; nothing was changed.
@@ -90,7 +103,7 @@ class Communicator:
             )
         if with_torch and DEFAULT_GROUP not in membership.groups:
             raise ValueError(f"epoch {membership.epoch} does not name torch's default group, {DEFAULT_GROUP!r}")
-        communicator = cls(transport, membership.world, accelerator)
+        communicator = cls(transport, membership.world, accelerator, deterministic=deterministic)
         communicator._adopt(membership)
         if with_torch:
             communicator.register_backend()
@@ -107,6 +120,11 @@ class Communicator:
     def world(self) -> tuple[int, ...]:
         """Worker id of each global rank, now."""
         return self._world
+
+    @property
+    def deterministic(self) -> bool:
+        """Every sum is in the order of the group's members; see ``__init__``."""
+        return self._deterministic
 
     @property
     def groups(self) -> list[ElasticProcessGroup]:
@@ -161,7 +179,7 @@ class Communicator:
         self._groups[name] = group
         return group
 
-    def forget(self, group: ElasticProcessGroup) -> None:
+    def forget(self, group: RunningGroup) -> None:
         """Take a shut-down group out of ``groups``."""
         self._groups = {name: other for name, other in self._groups.items() if other is not group}
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_elas.runtime.communicator.process_group import BACKEND, ElasticProcessGroup
+from megatron_elas.runtime.communicator.process_group import ElasticProcessGroup
+from megatron_elas.runtime.communicator.running_group import BACKEND
 
 
 def owns_torch(groups: Sequence[ElasticProcessGroup]) -> bool:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from megatron_elas.runtime.communicator.buffers import as_bytes
 from megatron_elas.runtime.communicator.channels import FIRST_FREE, POINT_TO_POINT, channel_of
 from megatron_elas.runtime.communicator.communicator import Communicator
-from megatron_elas.runtime.communicator.process_group import _KINDS
+from megatron_elas.runtime.communicator.signatures import pack
 from megatron_elas.runtime.transport.base import Part
+from megatron_elas.runtime.transport.program import Program
 from megatron_elas.runtime.transport.sockets import SocketTransport
 from megatron_elas.spec.errors import EpochChanged
 from tests.runtime.communicator.test_epochs import check_sum, joined, make_barrier
@@ -66,8 +67,6 @@ def test_a_world_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         dist.init_process_group("elastic", store=dist.HashStore(), rank=0, world_size=3)
     with pytest.raises(ValueError, match="rank 1 is worker 5, not 4"):
         dist.init_process_group("elastic", store=dist.HashStore(), rank=1, world_size=2)
-    with pytest.raises(NotImplementedError, match="any source"):
-        communicator.open_group("x", [4, 5]).recv_anysource([torch.zeros(1)], 0)
     communicator.close()
     transport.close()
 
@@ -178,18 +177,16 @@ def test_a_reduction_cut_half_way_gives_back_the_own_value_when_tolerated(tmp_pa
         with joined(own, 2, tmp_path) as (transport, communicator):
             check_sum(None, [0, 1], own)
             if own == 1:
-                group = communicator.groups[0]
-                exchange, calls = transport.exchange, []
+                run = transport.run
 
-                def only_once(*args: object) -> None:
-                    calls.append(args)
-                    if len(calls) > 3:
-                        raise EpochChanged("stopped by the test")
-                    exchange(*args)
+                def only_the_first_rounds(channel: int, tag: int, program: Program, *args: object) -> None:
+                    assert len(program.rounds) > 3
+                    run(channel, tag, program._replace(rounds=program.rounds[:-1]), *args)
+                    raise EpochChanged("stopped by the test")
 
-                transport.exchange = only_once
+                transport.run = only_the_first_rounds
                 with pytest.raises(EpochChanged):
-                    group.allreduce([torch.ones(3_000_000)])
+                    dist.all_reduce(torch.ones(3_000_000))
                 transport.close()
                 ready.wait()
                 return True
@@ -218,7 +215,7 @@ def test_a_gather_into_one_tensor_cut_half_way_leaves_the_others_slots_as_they_w
             share.fill_(own)
             if own == 1:
                 group = communicator.groups[0]
-                group._begin(_KINDS["all_gather"], transport.epoch)
+                group._begin(pack("all_gather", torch.float32, count=2 * length), transport.epoch)
                 (link,) = transport._links.values()
                 transport.post(group.channel, group._tag, Part(0, as_bytes(share)))
                 wait_until(lambda: link.queued < share.nbytes - (3 << 20))  # more has gone than fits into the socket
