@@ -39,7 +39,8 @@ def runtime_plants(scene: Scene) -> dict[str, Plant]:
     from megatron_elas.host.training import MegatronHost
     from megatron_elas.runtime.channels import SNAPSHOTS
     from megatron_elas.runtime.communicator.communicator import Communicator
-    from megatron_elas.runtime.communicator.process_group import ElasticProcessGroup, _Inbox
+    from megatron_elas.runtime.communicator.point_to_point import _Inbox
+    from megatron_elas.runtime.communicator.process_group import ElasticProcessGroup
     from megatron_elas.runtime.executor import Executor, make_store
     from megatron_elas.runtime.replicator import Replicator
     from megatron_elas.runtime.session import Session
@@ -104,13 +105,23 @@ def runtime_plants(scene: Scene) -> dict[str, Plant]:
         ),
         "a rank from before": Plant("process_groups", "says rank", lambda: setting(_me=(world, world._me - 1))),
         "an inbox of a rank that is gone": Plant(
-            "process_groups", "keeps inboxes of ranks [9]", lambda: entry(world._inboxes, 9, _Inbox())
+            "process_groups", "keeps inboxes of ranks [9]", lambda: entry(world._mailbox.inboxes, 9, _Inbox())
+        ),
+        "a mailbox of members from before": Plant(
+            "process_groups",
+            "has a mailbox for",
+            lambda: setting(_members=(world._mailbox, (*world.members, dead))),
+        ),
+        "a receive from any rank": Plant(
+            "process_groups",
+            "of any rank that nobody waited for",
+            lambda: setting(from_any=(world._mailbox, [SimpleNamespace()])),
         ),
         "an open bundle of operations": Plant(
             "process_groups", "still coalescing", lambda: setting(_coalesced=(world, []))
         ),
         "a receive nobody waited for": Plant(
-            "process_groups", "that nobody waited for", lambda: entry(world._inboxes, 0, inbox())
+            "process_groups", "that nobody waited for", lambda: entry(world._mailbox.inboxes, 0, inbox())
         ),
         "a queued operation": Plant(
             "process_groups", "operations in its queue", lambda: setting(_in_flight=(world._runner, 1))

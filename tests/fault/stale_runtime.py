@@ -33,7 +33,10 @@ def process_groups(scene: Scene) -> Iterator[Finding]:
             yield f"{group} runs its collectives over {group._team.members} as {group._team.me}"
         if group.members[group.rank()] != scene.worker or group.size() != len(group.members):
             yield f"{group} says rank {group.rank()} of {group.size()}"
-        if extra := [rank for rank in group._inboxes if rank >= group.size()]:
+        mailbox = group._mailbox
+        if mailbox._members != group.members or mailbox._me != group.rank():
+            yield f"{group} has a mailbox for {mailbox._members} as {mailbox._me}"
+        if extra := [rank for rank in mailbox.inboxes if rank >= group.size()]:
             yield f"{group} keeps inboxes of ranks {extra}, it has {group.size()}"
         if group._coalesced is not None:
             yield f"{group} is still coalescing"
@@ -41,7 +44,9 @@ def process_groups(scene: Scene) -> Iterator[Finding]:
             continue
         if group._runner.busy or group._runner._queue:
             yield f"{group} has operations in its queue"
-        if waiting := [rank for rank, inbox in group._inboxes.items() if inbox.waiting]:
+        if mailbox.from_any:
+            yield f"{group} has receives of any rank that nobody waited for"
+        if waiting := [rank for rank, inbox in mailbox.inboxes.items() if inbox.waiting or inbox.thread]:
             yield f"{group} has receives of ranks {waiting} that nobody waited for"
 
 

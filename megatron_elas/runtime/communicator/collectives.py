@@ -1,27 +1,28 @@
-"""Collective algorithms over directed transfers.
+"""Collective algorithms as programs: who sends which bytes to whom, and what is computed between.
 
-Pure over a ``Team``: who the members are, which one this is, and a function that exchanges bytes. Tensors are flat and
-contiguous (P elements). Nothing here knows processes, epochs or torch's groups.
+Pure: a ``Team`` says who the members are, ``Region``s say where the bytes are, and what comes back is data
+(``transport.program``). Nothing here knows tensors, processes or epochs. Sizes are bytes; ``item`` is the size of an
+element, and regions hold whole elements.
 
-Up to ``DIRECT_MEMBERS`` members exchange with each other directly: one round, sums in member order, so every member
-gets the same bits whichever algorithm the size selects. Beyond, large reductions go round a ring; each segment is
-reduced once, in a fixed rotated order, so members still agree bit for bit.
+Sums. Up to ``DIRECT_MEMBERS`` members, and in larger teams that are ``deterministic``, every element is summed in the
+order of the members, whichever algorithm its size selects: the bits of a sum depend on the logical members alone. In
+larger teams that are not, large reductions go round a ring, which needs links to two neighbours only; each segment is
+then summed once, in an order rotated by its place, so members still agree bit for bit.
+
+Wrong use. In every algorithm each member receives from another one before it returns, and who receives from whom
+connects all of them. So when members disagree about the operation, at least one of them meets a frame with a wrong tag
+or length. Operations with a root, in which a member might wait for the wrong one, begin with a roll call for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from megatron_elas.runtime.communicator.buffers import as_bytes, scratch
-from megatron_elas.runtime.communicator.reduction import Reduction
-from megatron_elas.runtime.transport.base import Part
+from megatron_elas.runtime.transport.program import SCRATCH, Copy, Program, Reduce, Reducer, Region, Round, Transfer
 
 DIRECT_MEMBERS = 8
-"""Largest group in which everybody talks to everybody: (n - 1) links per member and channel."""
+"""Largest team in which everybody talks to everybody unasked: (n - 1) links per member and channel."""
 
 SMALL_BYTES = 64 << 10
 """Up to this size, and for two members up to ``PAIR_BYTES``, everybody gets everything and reduces it: fewer messages
@@ -30,18 +31,27 @@ for more bytes."""
 PAIR_BYTES = 512 << 10
 
 SCRATCH_BYTES = 2 << 20
-"""Received and not yet reduced bytes at one time."""
+"""Received and not yet reduced bytes at one time: they should still be in the cache when they are reduced."""
+
+SPREAD_BYTES = 1 << 20
+"""From this size on a broadcast to three or more is a scatter and an all-gather: no member sends the whole more than
+about twice, where a tree's root sends it log2(n) times."""
+
+TOGETHER_BYTES = 4 << 20
+"""Scratch that operations on several tensors may use to run at once."""
+
+_ALIGNMENT = 64
 
 
 class Team(NamedTuple):
-    """Whom to talk to and how."""
+    """Who takes part."""
 
     members: tuple[int, ...]
     """Worker ids, in group order."""
     me: int
     """Own position in ``members``."""
-    exchange: Callable[[list[Part], list[Part]], None]
-    """Sends and receives, all at once; returns when done."""
+    deterministic: bool = False
+    """Sum in member order also where a ring would need fewer links."""
 
     @property
     def others(self) -> list[int]:
@@ -49,223 +59,342 @@ class Team(NamedTuple):
         count = len(self.members)
         return [(self.me + step) % count for step in range(1, count)]
 
+    @property
+    def sums_in_order(self) -> bool:
+        """Large reductions are direct."""
+        return self.deterministic or len(self.members) <= DIRECT_MEMBERS
+
+    def to(self, place: int, region: Region) -> Transfer:
+        """A transfer to or from the member at ``place``, modulo their number."""
+        return Transfer(self.members[place % len(self.members)], region)
+
 
 # ---------------------------------------------------------------------------------------------- reductions
 
 
-def all_reduce(team: Team, tensor_P: Tensor, reduction: Reduction) -> None:
+def rings(team: Team, size: int) -> bool:
+    """Whether an ``all_reduce`` of ``size`` bytes passes partial sums round a ring."""
+    return size > SMALL_BYTES and not team.sums_in_order
+
+
+def all_reduce(team: Team, whole: Region, item: int, reducer: Reducer) -> Program:
     """Reduce over all members, in place."""
     count = len(team.members)
-    size = tensor_P.nbytes
-    if size <= SMALL_BYTES or (count == 2 and size <= PAIR_BYTES):
-        _all_reduce_whole(team, tensor_P, reduction)
-        return
-    segments = _segments(tensor_P, count)
-    reduce_scatter(team, segments[team.me], segments, reduction)
-    all_gather(team, segments, segments[team.me])
+    if whole.size <= SMALL_BYTES or (count == 2 and whole.size <= PAIR_BYTES):
+        return _all_reduce_whole(team, whole, reducer)
+    segments = cut(whole, item, count)
+    return chain(
+        reduce_scatter(team, segments[team.me], segments, item, reducer),
+        all_gather(team, segments, segments[team.me]),
+    )
 
 
-def _all_reduce_whole(team: Team, tensor_P: Tensor, reduction: Reduction) -> None:
-    own = team.me
-    if len(team.members) == 2:
-        theirs = torch.empty_like(tensor_P)
-        peer = team.members[1 - own]
-        team.exchange([Part(peer, as_bytes(tensor_P))], [Part(peer, as_bytes(theirs))])
-        reduction.reduce((tensor_P, theirs) if own == 0 else (theirs, tensor_P), tensor_P, own)
-        return
-    shards = _gather_small(team, tensor_P)
-    reduction.reduce(shards, tensor_P, own)
+def _all_reduce_whole(team: Team, whole: Region, reducer: Reducer) -> Program:
+    rounds, rows = _gather_rows(team, whole, keep_own=False)
+    last = rounds[-1]
+    rounds[-1] = last._replace(then=(*last.then, *_reduce([rows[at] for at in range(len(rows))], whole)))
+    return Program(tuple(rounds), _aligned(len(rows) * whole.size), reducer)
 
 
-def reduce_scatter(team: Team, output_P: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> None:
-    """Reduce ``inputs[i]`` over all members to member i's ``output_P``.
+def reduce_scatter(team: Team, output: Region, inputs: Sequence[Region], item: int, reducer: Reducer) -> Program:
+    """Reduce ``inputs[i]`` over all members to member i's ``output``.
 
-    Inputs may differ in length by member, as long as all members agree; ``output_P`` may be ``inputs[me]``. The other
+    Inputs may differ in length by member, as long as all members agree; ``output`` may be ``inputs[me]``. The other
     inputs are left as they are.
     """
-    if len(team.members) <= DIRECT_MEMBERS:
-        _reduce_scatter_direct(team, output_P, inputs, reduction)
-    else:
-        _reduce_scatter_ring(team, output_P, inputs, reduction)
+    if team.sums_in_order:
+        return _reduce_scatter_direct(team, output, inputs, item, reducer)
+    return _reduce_scatter_ring(team, output, inputs, reducer)
 
 
-def _reduce_scatter_direct(team: Team, output_P: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> None:
-    members, own = team.members, team.me
-    item = output_P.element_size()
-    slice_length = max(1, SCRATCH_BYTES // (item * (len(members) - 1)))
-    received = scratch((len(members) - 1) * min(slice_length, output_P.numel()), output_P.dtype)
-    views = [as_bytes(tensor) for tensor in inputs]
-    room = as_bytes(received)
+def _reduce_scatter_direct(
+    team: Team, output: Region, inputs: Sequence[Region], item: int, reducer: Reducer
+) -> Program:
     others = team.others
-    for start in range(0, max(tensor.numel() for tensor in inputs), slice_length):
-        first, last = start * item, (start + slice_length) * item
-        mine = inputs[own][start : start + slice_length]
-        length = mine.numel()
-        width = length * item
-        team.exchange(
-            [Part(members[peer], views[peer][first:last]) for peer in others],
-            [Part(members[peer], room[at * width : (at + 1) * width]) for at, peer in enumerate(others)],
+    step = max(item, SCRATCH_BYTES // len(others) // item * item)
+    width = _aligned(min(step, output.size))
+    rounds = []
+    for start in range(0, max(1, *(region.size for region in inputs)), step):
+        mine = _part(inputs[team.me], start, step)
+        rows = {peer: Region(SCRATCH, at * width, mine.size) for at, peer in enumerate(others)}
+        rounds.append(
+            Round(
+                tuple(team.to(peer, _part(inputs[peer], start, step)) for peer in others),
+                tuple(team.to(peer, rows[peer]) for peer in others),
+                _reduce([rows.get(at, mine) for at in range(len(inputs))], _part(output, start, step)),
+            )
         )
-        if not length:
-            continue
-        shards = [mine] * len(members)
-        for at, peer in enumerate(others):
-            shards[peer] = received[at * length : (at + 1) * length]
-        reduction.reduce(shards, output_P[start : start + slice_length], own)
+    return Program(tuple(rounds), len(others) * width, reducer)
 
 
-def _reduce_scatter_ring(team: Team, output_P: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> None:
-    members, own = team.members, team.me
-    count = len(members)
-    following, preceding = members[(own + 1) % count], members[own - 1]
-    outgoing = inputs[own - 1]
+def _reduce_scatter_ring(team: Team, output: Region, inputs: Sequence[Region], reducer: Reducer) -> Program:
+    count, me = len(team.members), team.me
+    width = _aligned(max(region.size for region in inputs))
+    outgoing = inputs[me - 1]
+    rounds = []
     for step in range(count - 1):
-        mine = inputs[(own - step - 2) % count]
-        incoming = torch.empty_like(mine)
-        team.exchange([Part(following, as_bytes(outgoing))], [Part(preceding, as_bytes(incoming))])
-        reduction.accumulate(incoming, mine)
+        mine = inputs[(me - step - 2) % count]
+        incoming = Region(SCRATCH, step % 2 * width, mine.size)
+        target = output if step == count - 2 else incoming
+        rounds.append(
+            Round((team.to(me + 1, outgoing),), (team.to(me - 1, incoming),), _reduce([incoming, mine], target))
+        )
         outgoing = incoming
-    reduction.finish(outgoing, count)
-    output_P.copy_(outgoing)
+    return Program(tuple(rounds), 2 * width, reducer)
 
 
-def reduce(team: Team, tensor_P: Tensor, root: int, reduction: Reduction) -> None:
-    """Reduce to the root's ``tensor_P``; the others' is left as it is."""
-    members, own = team.members, team.me
-    item = tensor_P.element_size()
-    slice_length = max(1, SCRATCH_BYTES // (item * (len(members) - 1)))
-    view = as_bytes(tensor_P)
-    received = (
-        scratch((len(members) - 1) * min(slice_length, tensor_P.numel()), tensor_P.dtype) if own == root else None
-    )
-    for start in range(0, tensor_P.numel(), slice_length):
-        mine = tensor_P[start : start + slice_length]
-        if received is None:
-            team.exchange([Part(members[root], view[start * item : (start + slice_length) * item])], [])
+def reduce(team: Team, whole: Region, item: int, root: int, reducer: Reducer) -> Program:
+    """Reduce to the root's ``whole``; the others' is left as it is. In member order, as all sums with a root."""
+    roll = barrier(team)
+    others = [at for at in range(len(team.members)) if at != root]
+    step = max(item, SCRATCH_BYTES // len(others) // item * item)
+    width = _aligned(min(step, whole.size))
+    rounds = []
+    for start in range(0, max(1, whole.size), step):
+        mine = _part(whole, start, step)
+        if team.me != root:
+            rounds.append(Round(sends=(team.to(root, mine),)))
             continue
-        rows = list(received[: mine.numel() * (len(members) - 1)].view(-1, mine.numel()).unbind(0))
-        shards = [*rows[:own], mine, *rows[own:]]
-        team.exchange([], [Part(members[peer], as_bytes(shards[peer])) for peer in team.others])
-        reduction.reduce(shards, mine, own)
+        rows = {peer: Region(SCRATCH, at * width, mine.size) for at, peer in enumerate(others)}
+        rounds.append(
+            Round(
+                receives=tuple(team.to(peer, rows[peer]) for peer in team.others),
+                then=_reduce([rows.get(at, mine) for at in range(len(team.members))], mine),
+            )
+        )
+    return chain(roll, Program(tuple(rounds), len(others) * width if team.me == root else 0, reducer))
 
 
 # ---------------------------------------------------------------------------------------------- moving
 
 
-def all_gather(team: Team, outputs: Sequence[Tensor], tensor_P: Tensor) -> None:
-    """Bring member i's tensor to everybody's ``outputs[i]``. Own output may be, or overlap, ``tensor_P``."""
-    members, own = team.members, team.me
-    count = len(members)
-    size = tensor_P.nbytes
-    if count > 2 and size <= SMALL_BYTES and all(output.nbytes == size for output in outputs):
-        for output, shard in zip(outputs, _gather_small(team, tensor_P), strict=True):
-            output.copy_(shard)
-        return
-    _copy(outputs[own], tensor_P)
+def all_gather(team: Team, outputs: Sequence[Region], own: Region) -> Program:
+    """Bring member i's ``own`` to everybody's ``outputs[i]``. The own output may be ``own``."""
+    count, me = len(team.members), team.me
+    if count > 2 and own.size <= SMALL_BYTES and all(output.size == own.size for output in outputs):
+        rounds, rows = _gather_rows(team, own, keep_own=outputs[me] != own)
+        last = rounds[-1]
+        rounds[-1] = last._replace(
+            then=(*last.then, *(step for at in range(count) for step in _copy(rows[at], outputs[at])))
+        )
+        return Program(tuple(rounds), _aligned(count * own.size))
     if count <= DIRECT_MEMBERS:
-        view = as_bytes(tensor_P)
-        others = team.others
-        team.exchange(
-            [Part(members[peer], view) for peer in others],
-            [Part(members[peer], as_bytes(outputs[peer])) for peer in others],
+        return Program(
+            (
+                Round(
+                    tuple(team.to(peer, own) for peer in team.others),
+                    tuple(team.to(peer, outputs[peer]) for peer in team.others),
+                    _copy(own, outputs[me]),
+                ),
+            )
         )
-        return
-    following, preceding = members[(own + 1) % count], members[own - 1]
-    for step in range(count - 1):
-        team.exchange(
-            [Part(following, as_bytes(outputs[(own - step) % count]))],
-            [Part(preceding, as_bytes(outputs[(own - step - 1) % count]))],
+    rounds = [
+        Round(
+            (team.to(me + 1, outputs[(me - step) % count] if step else own),),
+            (team.to(me - 1, outputs[(me - step - 1) % count]),),
         )
+        for step in range(count - 1)
+    ]
+    rounds[0] = rounds[0]._replace(then=_copy(own, outputs[me]))
+    return Program(tuple(rounds))
 
 
-def _gather_small(team: Team, tensor_P: Tensor) -> list[Tensor]:
-    """All members' tensors, in member order, in scratch memory. Bruck's algorithm: log2(n) rounds, one message each."""
-    members, own = team.members, team.me
-    count = len(members)
-    rows = scratch(count * tensor_P.numel(), tensor_P.dtype).view(count, tensor_P.numel())
-    rows[0].copy_(tensor_P)
-    view, size = as_bytes(rows), tensor_P.nbytes
-    have = 1  # rows[j] holds the tensor of the member j places behind, for j < have
+def _gather_rows(team: Team, own: Region, *, keep_own: bool) -> tuple[list[Round], dict[int, Region]]:
+    """Bring all members' regions of one size to scratch. Bruck's algorithm: log2(n) rounds, one message each.
+
+    Args:
+        team: The members.
+        own: What this one brings.
+        keep_own: Own row in scratch too; else it stays where it is, unless it is needed there for sending.
+
+    Returns:
+        The rounds, and where each member's bytes are in the end.
+    """
+    count, me, size = len(team.members), team.me, own.size
+    rounds = []
+    have = 1  # row j of scratch holds what the member j places behind brought, for j < have
     while have < count:
         more = min(have, count - have)
-        team.exchange(
-            [Part(members[own - have], view[: more * size])],
-            [Part(members[(own + have) % count], view[have * size : (have + more) * size])],
+        rounds.append(
+            Round(
+                (team.to(me - have, own if have == 1 else Region(SCRATCH, 0, more * size)),),
+                (team.to(me + have, Region(SCRATCH, have * size, more * size)),),
+                _copy(own, Region(SCRATCH, 0, size)) if have == 1 and (count > 2 or keep_own) else (),
+            )
         )
         have += more
-    return [rows[(at - own) % count] for at in range(count)]
+    rows = {(me + at) % count: Region(SCRATCH, at * size, size) for at in range(1, count)}
+    return rounds, {**rows, me: own}
 
 
-def broadcast(team: Team, tensor_P: Tensor, root: int) -> None:
-    """Copy the root's tensor to everybody, down a binomial tree."""
-    members = team.members
-    count = len(members)
+def broadcast(team: Team, whole: Region, item: int, root: int) -> Program:
+    """Copy the root's region to everybody: down a binomial tree, or scattered and gathered where it is large."""
+    count = len(team.members)
+    if count > 2 and whole.size >= SPREAD_BYTES:
+        segments = cut(whole, item, count)
+        return chain(
+            scatter(team, segments[team.me], segments, root),
+            all_gather(team, segments, segments[team.me]),
+        )
     place = (team.me - root) % count  # place in the tree: 0 is the root
-    view = as_bytes(tensor_P)
     low = place & -place  # the lowest set bit leads to the parent; all lower ones to children
+    rounds = []
     if place:
-        team.exchange([], [Part(members[(place - low + root) % count], view)])
+        rounds.append(Round(receives=(team.to(place - low + root, whole),)))
     else:
         low = 1 << (count - 1).bit_length()
     children = []
     while (low := low >> 1) > 0:
         if place + low < count:
-            children.append(Part(members[(place + low + root) % count], view))
+            children.append(team.to(place + low + root, whole))
     if children:
-        team.exchange(children, [])
+        rounds.append(Round(sends=tuple(children)))
+    return chain(barrier(team), Program(tuple(rounds)))
 
 
-def gather(team: Team, outputs: Sequence[Tensor], tensor_P: Tensor, root: int) -> None:
-    """Bring member i's tensor to the root's ``outputs[i]``; elsewhere ``outputs`` is not looked at."""
-    members = team.members
+def gather(team: Team, outputs: Sequence[Region], own: Region, root: int) -> Program:
+    """Bring member i's ``own`` to the root's ``outputs[i]``; elsewhere ``outputs`` is not looked at."""
     if team.me != root:
-        team.exchange([Part(members[root], as_bytes(tensor_P))], [])
-        return
-    team.exchange([], [Part(members[peer], as_bytes(outputs[peer])) for peer in team.others])
-    _copy(outputs[root], tensor_P)
+        move = Round(sends=(team.to(root, own),))
+    else:
+        move = Round(
+            receives=tuple(team.to(peer, outputs[peer]) for peer in team.others), then=_copy(own, outputs[root])
+        )
+    return chain(barrier(team), Program((move,)))
 
 
-def scatter(team: Team, output_P: Tensor, inputs: Sequence[Tensor], root: int) -> None:
+def scatter(team: Team, output: Region, inputs: Sequence[Region], root: int) -> Program:
     """Bring the root's ``inputs[i]`` to member i; elsewhere ``inputs`` is not looked at."""
-    members = team.members
     if team.me != root:
-        team.exchange([], [Part(members[root], as_bytes(output_P))])
-        return
-    team.exchange([Part(members[peer], as_bytes(inputs[peer])) for peer in team.others], [])
-    _copy(output_P, inputs[root])
+        move = Round(receives=(team.to(root, output),))
+    else:
+        move = Round(sends=tuple(team.to(peer, inputs[peer]) for peer in team.others), then=_copy(inputs[root], output))
+    return chain(barrier(team), Program((move,)))
 
 
-def all_to_all(team: Team, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+def all_to_all(team: Team, outputs: Sequence[Region], inputs: Sequence[Region]) -> Program:
     """Bring ``inputs[i]`` to member i's ``outputs[me]``. Lengths may differ; both sides must agree on each."""
-    members, own = team.members, team.me
-    others = team.others
-    team.exchange(
-        [Part(members[peer], as_bytes(inputs[peer])) for peer in others],
-        [Part(members[peer], as_bytes(outputs[peer])) for peer in others],
+    return Program(
+        (
+            Round(
+                tuple(team.to(peer, inputs[peer]) for peer in team.others),
+                tuple(team.to(peer, outputs[peer]) for peer in team.others),
+                _copy(inputs[team.me], outputs[team.me]),
+            ),
+        )
     )
-    _copy(outputs[own], inputs[own])
 
 
-def barrier(team: Team) -> None:
-    """Return when everybody has called it. Dissemination: log2(n) rounds."""
-    members, own = team.members, team.me
-    count = len(members)
-    nothing = memoryview(b"")
+def barrier(team: Team) -> Program:
+    """Return when everybody has called it. Dissemination: log2(n) rounds of empty messages."""
+    nothing = Region(SCRATCH, 0, 0)
+    rounds = []
     step = 1
-    while step < count:
-        team.exchange([Part(members[(own + step) % count], nothing)], [Part(members[own - step], nothing)])
+    while step < len(team.members):
+        rounds.append(Round((team.to(team.me + step, nothing),), (team.to(team.me - step, nothing),)))
         step *= 2
+    return Program(tuple(rounds))
+
+
+# ---------------------------------------------------------------------------------------------- several at once
+
+
+def chain(*programs: Program) -> Program:
+    """One after the other. They use the same scratch memory."""
+    return Program(
+        tuple(one for program in programs for one in program.rounds),
+        max(program.scratch_bytes for program in programs),
+        next((program.reducer for program in programs if program.reducer is not None), None),
+    )
+
+
+def together(programs: Sequence[Program]) -> Program:
+    """Operations of one kind on several tensors: at once where they talk to the same peers in the same rounds.
+
+    Which do is the same on all members, as sizes are, so both ends of a link use it in the same order.
+    """
+    batches: list[list[Program]] = []
+    used = 0
+    for program in programs:
+        fits = used + program.scratch_bytes <= TOGETHER_BYTES
+        if batches and fits and _partners(batches[-1][0]) == _partners(program):
+            batches[-1].append(program)
+            used += program.scratch_bytes
+        else:
+            batches.append([program])
+            used = program.scratch_bytes
+    return chain(*map(_abreast, batches))
+
+
+def _partners(program: Program) -> list[tuple[list[int], list[int]]]:
+    return [([send.peer for send in one.sends], [receive.peer for receive in one.receives]) for one in program.rounds]
+
+
+def _abreast(programs: Sequence[Program]) -> Program:
+    if len(programs) == 1:
+        return programs[0]
+    scratch = 0
+    moved = []
+    for program in programs:
+        moved.append([_with_scratch_from(one, scratch) for one in program.rounds])
+        scratch += _aligned(program.scratch_bytes)
+    rounds = tuple(
+        Round(
+            tuple(send for one in abreast for send in one.sends),
+            tuple(receive for one in abreast for receive in one.receives),
+            tuple(step for one in abreast for step in one.then),
+        )
+        for abreast in zip(*moved, strict=True)
+    )
+    return Program(rounds, scratch, programs[0].reducer)
+
+
+def _with_scratch_from(one: Round, start: int) -> Round:
+    def at(region: Region) -> Region:
+        return region._replace(start=region.start + start) if region.buffer == SCRATCH else region
+
+    return Round(
+        tuple(Transfer(send.peer, at(send.region)) for send in one.sends),
+        tuple(Transfer(receive.peer, at(receive.region)) for receive in one.receives),
+        tuple(
+            Copy(at(step.source), at(step.target))
+            if isinstance(step, Copy)
+            else Reduce(tuple(map(at, step.sources)), at(step.target))
+            for step in one.then
+        ),
+    )
 
 
 # ---------------------------------------------------------------------------------------------- parts
 
 
-def _segments(tensor_P: Tensor, count: int) -> list[Tensor]:
-    """Cut into ``count`` views whose lengths differ by at most one."""
-    base, more = divmod(tensor_P.numel(), count)
-    return list(tensor_P.split([base + (at < more) for at in range(count)]))
+def cut(whole: Region, item: int, count: int) -> list[Region]:
+    """Cut into ``count`` regions whose lengths differ by at most one element."""
+    return list(_cuts(whole, item, count))
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    if target.data_ptr() != source.data_ptr():
-        target.copy_(source)
+def _cuts(whole: Region, item: int, count: int) -> Iterator[Region]:
+    base, more = divmod(whole.size // item, count)
+    start = whole.start
+    for at in range(count):
+        size = (base + (at < more)) * item
+        yield Region(whole.buffer, start, size)
+        start += size
+
+
+def _part(region: Region, start: int, size: int) -> Region:
+    """``size`` bytes from ``start`` on, or what there is of them."""
+    start = min(start, region.size)
+    return Region(region.buffer, region.start + start, min(size, region.size - start))
+
+
+def _copy(source: Region, target: Region) -> tuple[Copy, ...]:
+    return () if source == target or not source.size else (Copy(source, target),)
+
+
+def _reduce(sources: Sequence[Region], target: Region) -> tuple[Reduce, ...]:
+    return (Reduce(tuple(sources), target),) if target.size else ()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -12,7 +12,8 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_elas.runtime.communicator.accelerators.accelerator import Accelerator
 from megatron_elas.runtime.communicator.accelerators.group import DeviceProcessGroup
 from megatron_elas.runtime.communicator.channels import FIRST_FREE, POINT_TO_POINT, channel_of
-from megatron_elas.runtime.communicator.process_group import BACKEND, ElasticProcessGroup
+from megatron_elas.runtime.communicator.process_group import ElasticProcessGroup
+from megatron_elas.runtime.communicator.running_group import BACKEND, RunningGroup
 from megatron_elas.runtime.transport.base import Transport
 from megatron_elas.spec.errors import EpochChanged
 
@@ -29,13 +30,22 @@ class Communicator:
       ``EpochChanged``.
     """
 
-    def __init__(self, transport: Transport, world: Sequence[int], accelerator: Accelerator | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        world: Sequence[int],
+        accelerator: Accelerator | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> None:
         """Make a communicator without groups.
 
         Args:
             transport: Of this process; stays the caller's to close.
             world: Worker id of each global rank.
             accelerator: Carries tensors that lie on this process's device. Without one, groups take CPU tensors only.
+            deterministic: Groups of more than ``collectives.DIRECT_MEMBERS`` sum in the order of their members too,
+                as smaller ones always do, for the price of a link between any two members. Equal on all workers.
 
         Raises:
             ValueError: The own worker is not in ``world``.
@@ -45,6 +55,7 @@ class Communicator:
         self._transport = transport
         self._world = tuple(world)
         self._accelerator = accelerator
+        self._deterministic = deterministic
         self._groups: dict[str, ElasticProcessGroup] = {}
         self._muted = False
         self._tolerant = False
@@ -62,6 +73,11 @@ class Communicator:
     def world(self) -> tuple[int, ...]:
         """Worker id of each global rank, now."""
         return self._world
+
+    @property
+    def deterministic(self) -> bool:
+        """Every sum is in the order of the group's members; see ``__init__``."""
+        return self._deterministic
 
     @property
     def groups(self) -> list[ElasticProcessGroup]:
@@ -116,7 +132,7 @@ class Communicator:
         self._groups[name] = group
         return group
 
-    def forget(self, group: ElasticProcessGroup) -> None:
+    def forget(self, group: RunningGroup) -> None:
         """Take a shut-down group out of ``groups``."""
         self._groups = {name: other for name, other in self._groups.items() if other is not group}
 

@@ -1,8 +1,7 @@
 """Reductions of tensors in a fixed order.
 
-The order is that of the members, whoever computes it, and 16-bit floats are summed in fp32 and rounded once. So the
-result has the same bits on every member and does not depend on which member reduced which part. (Rings of large groups
-are the exception: ``accumulate`` sums in the order of the ring and in the tensor's own dtype.)
+The order is that of the sources in the program, and 16-bit floats are summed in fp32 and rounded once per step of the
+program. So the result has the same bits whoever computes it.
 """
 
 from __future__ import annotations
@@ -13,79 +12,90 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from megatron_elas.runtime.communicator.buffers import scratch
+from megatron_elas.runtime.communicator.signatures import REDUCE_OPS
+from megatron_elas.runtime.transport.program import native_codes
+
 _Combine = Callable[..., Tensor]
 
-_COMBINE: tuple[tuple[ReduceOp.RedOpType, _Combine], ...] = (
-    (ReduceOp.SUM, torch.add),
-    (ReduceOp.AVG, torch.add),
-    (ReduceOp.MAX, torch.maximum),
-    (ReduceOp.MIN, torch.minimum),
-    (ReduceOp.PRODUCT, torch.mul),
-    (ReduceOp.BAND, torch.bitwise_and),
-    (ReduceOp.BOR, torch.bitwise_or),
-    (ReduceOp.BXOR, torch.bitwise_xor),
-)
+SUM, AVG, PREMUL_SUM = (REDUCE_OPS.index(name) for name in ("SUM", "AVG", "PREMUL_SUM"))
+"""torch's codes of operations that are asked for by name."""
+
+_COMBINE: dict[str, _Combine] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "MAX": torch.maximum,
+    "MIN": torch.minimum,
+    "PRODUCT": torch.mul,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
+_BITWISE = ("BAND", "BOR", "BXOR")
+
+
+def code_of(op: ReduceOp | ReduceOp.RedOpType | int) -> int:
+    """Torch's code of an operation, an index of ``REDUCE_OPS``."""
+    return int(getattr(op, "op", op))  # torch says that a RedOpType is an instance of ReduceOp, too
 
 
 class Reduction:
-    """One of torch's reduce operations, for one dtype."""
+    """One of torch's reduce operations, for one dtype. Implements ``transport.program.Reducer``."""
 
-    __slots__ = ("_average", "_combine", "_widen")
+    __slots__ = ("_average", "_combine", "_dtype", "_native", "_widen")
 
-    def __init__(self, op: ReduceOp | ReduceOp.RedOpType, dtype: torch.dtype) -> None:
-        """Look the operation up.
+    def __init__(self, op: ReduceOp | ReduceOp.RedOpType | int, dtype: torch.dtype) -> None:
+        """Look the operation up, by torch's object or its code.
 
         Raises:
             NotImplementedError: It is not one of SUM, AVG, MAX, MIN, PRODUCT, BAND, BOR, BXOR.
             TypeError: It cannot reduce this dtype.
         """
-        for known, combine in _COMBINE:  # a ReduceOp equals its type, but does not hash like it
-            if op == known:
-                self._combine = combine
-                break
-        else:
+        code = code_of(op)
+        name = REDUCE_OPS[code] if code < len(REDUCE_OPS) else str(op)
+        if name not in _COMBINE:
             raise NotImplementedError(
-                f"the elastic backend has no reduction {op}; it has SUM, AVG, MAX, MIN, PRODUCT, BAND, BOR and BXOR"
+                f"the elastic backend has no reduction {name}; it has SUM, AVG, MAX, MIN, PRODUCT, BAND, BOR and BXOR"
             )
         floating = dtype.is_floating_point
-        self._average = op == ReduceOp.AVG
-        if self._average and not floating:
+        if name == "AVG" and not floating:
             raise TypeError(f"ReduceOp.AVG needs a floating-point tensor, got {dtype}")
-        if floating and combine in (torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor):
-            raise TypeError(f"{op} needs an integer or bool tensor, got {dtype}")
-        self._widen = dtype in _LOW_PRECISION and combine in (torch.add, torch.mul)
+        if floating and name in _BITWISE:
+            raise TypeError(f"ReduceOp.{name} needs an integer or bool tensor, got {dtype}")
+        if dtype.is_complex and name in ("MAX", "MIN", *_BITWISE):
+            raise TypeError(f"ReduceOp.{name} needs a real tensor, got {dtype}")
+        if floating and dtype.itemsize == 1:
+            raise TypeError(f"{dtype} cannot be reduced; cast it, or gather it")
+        self._dtype = dtype
+        self._combine = _COMBINE[name]
+        self._average = name == "AVG"
+        self._widen = dtype in _LOW_PRECISION and name in ("SUM", "AVG", "PRODUCT")
+        self._native = native_codes(name, str(dtype).removeprefix("torch."))
 
-    def reduce(self, shards: Sequence[Tensor], out: Tensor, own: int) -> None:
-        """Write the reduction of ``shards``, in their order, to ``out``.
+    @property
+    def native(self) -> tuple[int, int] | None:
+        """Codes for the C core; None: it has no such reduction."""
+        return self._native
 
-        Args:
-            shards: At least two, of one shape and dtype. All but ``shards[own]`` may be overwritten.
-            out: May be one of them.
-            own: Index of the caller's shard.
-        """
-        combine = self._combine
+    def reduce(self, sources: Sequence[memoryview], target: memoryview) -> None:
+        """Write the reduction of the sources, at least two, in their order, to ``target``, which may be one of them."""
+        first, *rest = (torch.frombuffer(source, dtype=self._dtype) for source in sources)
+        out = torch.frombuffer(target, dtype=self._dtype)
         if self._widen:
-            total = shards[0].float()
-            for shard in shards[1:]:
-                combine(total, shard, out=total)
+            total = first.float()
+            for shard in rest:
+                self._combine(total, shard, out=total)
             if self._average:
-                total /= len(shards)
+                total /= len(sources)
             out.copy_(total)
             return
-        total = shards[0]
-        place = shards[1] if own == 0 else total
-        for shard in shards[1:-1]:
-            total = combine(total, shard, out=place)
-        combine(total, shards[-1], out=out)
+        read_later = {shard.data_ptr() for shard in rest[1:]}
+        total = scratch(out.numel(), out.dtype) if out.data_ptr() in read_later else out
+        self._combine(first, rest[0], out=total)
+        for shard in rest[1:]:
+            self._combine(total, shard, out=total)
+        if total is not out:
+            out.copy_(total)
         if self._average:
-            out /= len(shards)
-
-    def accumulate(self, total: Tensor, shard: Tensor) -> None:
-        """Reduce ``shard`` into ``total``; for rings, where partial results travel."""
-        self._combine(total, shard, out=total)
-
-    def finish(self, total: Tensor, count: int) -> None:
-        """Turn the reduction of ``count`` shards by ``accumulate`` into the result."""
-        if self._average:
-            total /= count
+            out /= len(sources)

@@ -3,28 +3,60 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch.distributed import Work
 from torch.futures import Future
 
-from megatron_elas.runtime.transport.base import ProtocolError
-from megatron_elas.spec.errors import EpochChanged
-
 
 class ElasticWork(Work):
-    """Base: an operation with a result and perhaps an error. Errors surface in ``wait`` and in the future."""
+    """Base: an operation with a result and perhaps an error. Errors surface in ``wait`` and in the future.
+
+    Who runs the operation calls ``finish``, or ``complete`` and ``settle`` where it holds a lock in between: callbacks
+    of the future may call anything.
+    """
 
     def __init__(self, result: Any) -> None:
         super().__init__()
         self._result = result
         self._error: BaseException | None = None
+        self._done = False
+        self._future: Future[Any] | None = None
+        self._settled = False
+
+    def complete(self, error: BaseException | None) -> None:
+        """Note that it has ended, with or without an error."""
+        self._error = error
+        self._done = True
+
+    def settle(self) -> None:
+        """Tell the future, if one was asked for. After ``complete``."""
+        with _futures:
+            future = self._future
+            if future is None or self._settled:
+                return
+            self._settled = True
+        if self._error is None:
+            future.set_result(self._result)
+        else:
+            future.set_exception(self._error)
+
+    def finish(self, error: BaseException | None) -> None:
+        """``complete`` and ``settle``."""
+        self.complete(error)
+        self.settle()
+
+    def is_completed(self) -> bool:
+        """True when it has ended."""
+        return self._done
 
     def is_success(self) -> bool:
-        """True when it has completed without an error."""
-        return self.is_completed() and self._error is None
+        """True when it has ended without an error."""
+        return self._done and self._error is None
 
     def exception(self) -> BaseException | None:
         """The error it ended with."""
@@ -38,17 +70,24 @@ class ElasticWork(Work):
         """Wait."""
         self.wait()
 
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until it has ended."""
+        raise NotImplementedError
+
     def get_future(self) -> Future[Any]:
-        """A future of the result. Here: wait and give a completed one."""
-        future: Future[Any] = Future()
-        self._settle(future)
+        """A future of the result; it completes with the operation."""
+        with _futures:
+            if self._future is None:
+                self._future = Future()
+            future = self._future
+        if self._done:
+            self.settle()
+        else:
+            self._start()
         return future
 
-    def _settle(self, future: Future[Any]) -> None:
-        if self._error is None:
-            future.set_result(self._result)
-        else:
-            future.set_exception(self._error)
+    def _start(self) -> None:
+        """Make sure that it proceeds without a ``wait``."""
 
     def _raise(self) -> bool:
         if self._error is not None:
@@ -57,15 +96,19 @@ class ElasticWork(Work):
         return True
 
 
+_futures = threading.Lock()
+"""Guards who makes and settles a future; for all, as it is held for an instant only."""
+
+
 class CompletedWork(ElasticWork):
     """Done before the call returned."""
 
+    def __init__(self, result: Any) -> None:
+        super().__init__(result)
+        self._done = True
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """True."""
         return True
 
 
@@ -74,124 +117,77 @@ class QueuedWork(ElasticWork):
 
     def __init__(self, result: Any) -> None:
         super().__init__(result)
-        self._done = threading.Event()
-        self._lock = threading.Lock()
-        self._future: Future[Any] | None = None
+        self._event = threading.Event()
 
-    def finish(self, error: BaseException | None) -> None:
-        """Complete, with or without an error."""
-        with self._lock:
-            self._error = error
-            self._done.set()
-            future = self._future
-        if future is not None:
-            self._settle(future)
+    def complete(self, error: BaseException | None) -> None:
+        """See ``ElasticWork``."""
+        super().complete(error)
+        self._event.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until completed.
 
         Raises:
-            TimeoutError: It takes longer than a positive ``timeout``.
+            TimeoutError: It takes longer than a positive ``timeout``; the operation goes on.
         """
-        limit_s = timeout.total_seconds() if timeout else 0.0
-        if not self._done.wait(limit_s if limit_s > 0 else None):
+        limit_s = seconds(timeout)
+        if not self._done and not self._event.wait(limit_s):
             raise TimeoutError(f"the operation did not complete within {limit_s:g} s")
         return self._raise()
-
-    def is_completed(self) -> bool:
-        """True when it has run."""
-        return self._done.is_set()
-
-    def get_future(self) -> Future[Any]:
-        """A future that completes with the operation."""
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            future: Future[Any] = Future()
-            if not self._done.is_set():
-                self._future = future
-                return future
-            self._future = future
-        self._settle(future)
-        return future
-
-
-class DeferredReceive(ElasticWork):
-    """A receive that happens in ``wait``, after the receives that were asked for before."""
-
-    def __init__(
-        self,
-        result: Any,
-        receive_up_to: Callable[[DeferredReceive], None],
-        receive: Callable[[], None],
-        source: int,
-    ) -> None:
-        """``receive_up_to`` calls ``receive`` of all waiting receives of this peer, this one last."""
-        super().__init__(result)
-        self._receive_up_to = receive_up_to
-        self._receive: Callable[[], None] | None = receive
-        self._source = source
-
-    def receive(self) -> None:
-        """Receive now; the error surfaces in ``wait``."""
-        assert self._receive is not None, "received twice"
-        try:
-            self._receive()
-        except (EpochChanged, ProtocolError) as error:
-            self.finish(error.with_traceback(None))
-        else:
-            self.finish(None)
-
-    def finish(self, error: BaseException | None) -> None:
-        """Complete, with or without an error."""
-        self._error = error
-        self._receive = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Receive. ``timeout`` is not looked at: a lost peer ends the wait."""
-        if self._receive is not None:
-            self._receive_up_to(self)
-        return self._raise()
-
-    def is_completed(self) -> bool:
-        """True when it was received; asking does not receive."""
-        return self._receive is None
-
-    def source_rank(self) -> int:
-        """Group rank of the sender."""
-        return self._source
-
-    _source_rank = source_rank
-
-    def get_future(self) -> Future[Any]:
-        """Receive and give a completed future."""
-        if self._receive is not None:
-            self._receive_up_to(self)
-        return super().get_future()
 
 
 class JoinedWork(ElasticWork):
     """Several operations as one."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
-        super().__init__([])
+    def __init__(self, works: Sequence[Work], result: Any = ()) -> None:
+        super().__init__(list(result))
         self._works = tuple(works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for all, in order."""
+        """Wait for all, in order.
+
+        Raises:
+            TimeoutError: It takes longer than a positive ``timeout``; the operations go on.
+        """
+        limit_s = seconds(timeout)
+        deadline = None if limit_s is None else time.monotonic() + limit_s
         for work in self._works:
-            work.wait()
+            if deadline is None:
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-6)))
         return True
 
     def is_completed(self) -> bool:
         """True when all are."""
-        return all(work.is_completed() for work in self._works)
+        return all([work.is_completed() for work in self._works])  # asking starts some
 
     def is_success(self) -> bool:
         """True when all are."""
         return all(work.is_success() for work in self._works)
 
+    def exception(self) -> BaseException | None:
+        """The first error."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
     def get_future(self) -> Future[Any]:
-        """Wait for all and give a completed future."""
-        self.wait()
-        return super().get_future()
+        """A future that completes when all have."""
+        futures = [work.get_future() for work in self._works]
+        if not futures:
+            done: Future[Any] = Future()
+            done.set_result(self._result)
+            return done
+        result = self._result
+
+        def all_done(_: Future[Any]) -> Any:
+            for future in futures:
+                future.value()  # raises its error
+            return result
+
+        return torch.futures.collect_all(futures).then(all_done)
+
+
+def seconds(timeout: timedelta | None) -> float | None:
+    """Of a positive timeout; None: no limit, as torch says by none, zero or a negative one."""
+    limit_s = timeout.total_seconds() if timeout is not None else 0.0
+    return limit_s if limit_s > 0 else None

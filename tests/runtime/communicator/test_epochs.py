@@ -177,7 +177,7 @@ def test_an_edit_forgets_who_was_received_from(tmp_path: Path) -> None:
         group = communicator.open_group("other", [0, 1, 2])
         group.recv([torch.zeros(1)], 2)
         group.edit([0, 1])
-        assert not group._inboxes, "they go by rank, and ranks change"
+        assert not group._mailbox.inboxes, "they go by rank, and ranks change"
 
 
 def test_hundred_edits_leave_no_descriptor_or_thread(tmp_path: Path) -> None:
