@@ -9,9 +9,10 @@ order of the members, whichever algorithm its size selects: the bits of a sum de
 larger teams that are not, large reductions go round a ring, which needs links to two neighbours only; each segment is
 then summed once, in an order rotated by its place, so members still agree bit for bit.
 
-Wrong use. In every algorithm each member receives from another one before it returns, and who receives from whom
-connects all of them. So when members disagree about the operation, at least one of them meets a frame with a wrong tag
-or length. Operations with a root, in which a member might wait for the wrong one, begin with a roll call for that.
+Wrong use. In the first round of every algorithm each member sends to the one before it and receives from the one behind
+it, at least; operations with a root begin with a roll call for that. So when members disagree about the operation, one
+whose neighbour called another one meets a frame with a wrong tag at once, and all others wait, directly or through
+others, for one who has met it: the transport's objections reach everybody who has not returned before.
 """
 
 from __future__ import annotations
@@ -130,14 +131,14 @@ def _reduce_scatter_direct(
 def _reduce_scatter_ring(team: Team, output: Region, inputs: Sequence[Region], reducer: Reducer) -> Program:
     count, me = len(team.members), team.me
     width = _aligned(max(region.size for region in inputs))
-    outgoing = inputs[me - 1]
+    outgoing = inputs[(me + 1) % count]
     rounds = []
     for step in range(count - 1):
-        mine = inputs[(me - step - 2) % count]
+        mine = inputs[(me + step + 2) % count]
         incoming = Region(SCRATCH, step % 2 * width, mine.size)
         target = output if step == count - 2 else incoming
         rounds.append(
-            Round((team.to(me + 1, outgoing),), (team.to(me - 1, incoming),), _reduce([incoming, mine], target))
+            Round((team.to(me - 1, outgoing),), (team.to(me + 1, incoming),), _reduce([incoming, mine], target))
         )
         outgoing = incoming
     return Program(tuple(rounds), 2 * width, reducer)
@@ -190,8 +191,8 @@ def all_gather(team: Team, outputs: Sequence[Region], own: Region) -> Program:
         )
     rounds = [
         Round(
-            (team.to(me + 1, outputs[(me - step) % count] if step else own),),
-            (team.to(me - 1, outputs[(me - step - 1) % count]),),
+            (team.to(me - 1, outputs[(me + step) % count] if step else own),),
+            (team.to(me + 1, outputs[(me + step + 1) % count]),),
         )
         for step in range(count - 1)
     ]
@@ -291,7 +292,7 @@ def barrier(team: Team) -> Program:
     rounds = []
     step = 1
     while step < len(team.members):
-        rounds.append(Round((team.to(team.me + step, nothing),), (team.to(team.me - step, nothing),)))
+        rounds.append(Round((team.to(team.me - step, nothing),), (team.to(team.me + step, nothing),)))
         step *= 2
     return Program(tuple(rounds))
 

@@ -29,7 +29,7 @@ BACKEND = "elastic"
 RECIPES = 512
 """Programs that a group keeps; when there are more, it starts anew."""
 
-_WORKER_TEXT = re.compile(r"worker (\d+)")
+_WORKERS_TEXT = re.compile(r"workers? (\d+(?:, \d+)*)")
 
 
 class GroupOwner(Protocol):
@@ -365,11 +365,15 @@ class RunningGroup(dist.ProcessGroup):
     def _explained(self, kind: str, error: Exception, epoch: int) -> str:
         """A transport's message with the group, its ranks, and what the tags in it mean."""
 
-        def with_rank(match: re.Match[str]) -> str:
-            worker = int(match[1])
-            return f"rank {self._members.index(worker)} (worker {worker})" if worker in self._members else match[0]
+        def with_ranks(match: re.Match[str]) -> str:
+            workers = [int(worker) for worker in match[1].split(", ")]
+            if not set(workers) <= set(self._members):
+                return match[0]
+            ranks = ", ".join(str(self._members.index(worker)) for worker in workers)
+            plural = "s" if len(workers) > 1 else ""
+            return f"rank{plural} {ranks} (worker{plural} {match[1]})"
 
-        text = _WORKER_TEXT.sub(with_rank, explain(str(error)))
+        text = _WORKERS_TEXT.sub(with_ranks, explain(str(error)))
         return f"{kind} in {self}, epoch {epoch}, at rank {self._me}: {text}"
 
     def _refuse(self, kind: str, why: str) -> ValueError:

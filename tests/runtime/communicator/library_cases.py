@@ -39,7 +39,7 @@ def gradients(module: torch.nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
 
-@case()
+@case(rounds=True)
 def data_parallel_training(group: Any, rank: int, size: int) -> Any:
     """Buckets of one parameter each; other seeds per rank, as rank 0's parameters are broadcast."""
     module = DistributedDataParallel(model(rank), process_group=group, bucket_cap_mb=1e-5)
@@ -53,7 +53,7 @@ def data_parallel_training(group: Any, rank: int, size: int) -> Any:
     return [parameter.detach() for parameter in module.parameters()]
 
 
-@case()
+@case(rounds=True)
 def data_parallel_hooks(group: Any, rank: int, size: int) -> Any:
     results = []
     for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook):
@@ -65,7 +65,7 @@ def data_parallel_hooks(group: Any, rank: int, size: int) -> Any:
     return results
 
 
-@case()
+@case(rounds=True)
 def data_parallel_with_uneven_inputs(group: Any, rank: int, size: int) -> Any:
     module = DistributedDataParallel(model(), process_group=group)
     optimizer = torch.optim.SGD(module.parameters(), 0.25)
@@ -77,7 +77,7 @@ def data_parallel_with_uneven_inputs(group: Any, rank: int, size: int) -> Any:
     return [parameter.detach() for parameter in module.parameters()]
 
 
-@case()
+@case(rounds=True)
 def data_parallel_with_unused_parameters(group: Any, rank: int, size: int) -> Any:
     class Partial(torch.nn.Module):
         def __init__(self) -> None:
@@ -93,7 +93,7 @@ def data_parallel_with_unused_parameters(group: Any, rank: int, size: int) -> An
     return gradients(module)
 
 
-@case()
+@case(rounds=True)
 def join_of_several_objects(group: Any, rank: int, size: int) -> Any:
     module = DistributedDataParallel(model(), process_group=group)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, process_group=group, lr=0.25)
@@ -146,7 +146,7 @@ def distributed_tensors(group: Any, rank: int, size: int) -> Any:
     ]
 
 
-@case()
+@case(rounds=True)
 def fully_sharded_training(group: Any, rank: int, size: int) -> Any:
     mesh = init_device_mesh("cpu", (size,))
     module = model()
@@ -162,7 +162,7 @@ def fully_sharded_training(group: Any, rank: int, size: int) -> Any:
     return [parameter.full_tensor().detach() for parameter in module.parameters()]
 
 
-@case(least=4)
+@case(least=4, rounds=True)
 def hybrid_sharded_training(group: Any, rank: int, size: int) -> Any:
     if size % 2:
         return []

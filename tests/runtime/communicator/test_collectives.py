@@ -348,6 +348,30 @@ def test_a_reduction_that_makes_no_sense_is_refused(
         Reduction(op, dtype)
 
 
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("length", [0, 3, 100_000, 1_000_000])
+def test_every_operation_begins_with_the_neighbours(count: int, length: int) -> None:
+    """What makes members meet who called different operations, see the module."""
+    size = 4 * length
+    whole, reducer = Region(0, 0, size), Reduction(SUM, torch.float32)
+    slots = [Region(1 + at, 0, size) for at in range(count)]
+    for team in teams(count):
+        for program in (
+            collectives.all_reduce(team, whole, 4, reducer),
+            collectives.reduce_scatter(team, whole, slots, 4, reducer),
+            collectives.reduce(team, whole, 4, 1, reducer),
+            collectives.all_gather(team, slots, whole),
+            collectives.broadcast(team, whole, 4, 1),
+            collectives.gather(team, slots, whole, 1),
+            collectives.scatter(team, whole, slots, 1),
+            collectives.all_to_all(team, slots, slots),
+            collectives.barrier(team),
+        ):
+            first = program.rounds[0]
+            assert team.members[team.me - 1] in [send.peer for send in first.sends]
+            assert team.members[(team.me + 1) % count] in [receive.peer for receive in first.receives]
+
+
 def test_programs_are_built_without_torch() -> None:
     import subprocess
 
