@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -44,3 +45,30 @@ def scratch(count: int, dtype: torch.dtype) -> Tensor:
     if have is None or have.numel() < size:
         have = _scratch.bytes = torch.empty(max(size, 1 << 16), dtype=torch.uint8)
     return have[:size].view(dtype)
+
+
+def nothing() -> None:
+    """What one member alone has to do for a collective in place."""
+
+
+def copy_to(target: Tensor, source: Tensor) -> None:
+    """Copy the values, unless they are the same memory."""
+    if target.data_ptr() != source.data_ptr():
+        target.detach().copy_(source.detach())
+
+
+def multiply(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """In place."""
+    for tensor in tensors:
+        tensor.detach().mul_(factor)
+
+
+def divide(tensors: Sequence[Tensor], count: int) -> None:
+    """In place."""
+    for tensor in tensors:
+        tensor.detach().div_(count)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """All bytes, one-dimensional; a view where the tensor is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -37,7 +37,10 @@ _BITWISE = ("BAND", "BOR", "BXOR")
 
 def code_of(op: ReduceOp | ReduceOp.RedOpType | int) -> int:
     """Torch's code of an operation, an index of ``REDUCE_OPS``."""
-    return int(getattr(op, "op", op))  # torch says that a RedOpType is an instance of ReduceOp, too
+    try:
+        return int(op.op)  # type: ignore[union-attr]
+    except AttributeError:  # torch says that a RedOpType is an instance of ReduceOp, too
+        return int(op)  # type: ignore[arg-type]
 
 
 class Reduction:

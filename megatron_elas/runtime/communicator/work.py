@@ -20,13 +20,15 @@ class ElasticWork(Work):
     of the future may call anything.
     """
 
+    # of the class until they are set: works are made often
+    _error: BaseException | None = None
+    _done = False
+    _future: Future[Any] | None = None
+    _settled = False
+
     def __init__(self, result: Any) -> None:
         super().__init__()
         self._result = result
-        self._error: BaseException | None = None
-        self._done = False
-        self._future: Future[Any] | None = None
-        self._settled = False
 
     def complete(self, error: BaseException | None) -> None:
         """Note that it has ended, with or without an error."""
@@ -103,9 +105,7 @@ _futures = threading.Lock()
 class CompletedWork(ElasticWork):
     """Done before the call returned."""
 
-    def __init__(self, result: Any) -> None:
-        super().__init__(result)
-        self._done = True
+    _done = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return at once."""
@@ -185,6 +185,11 @@ class JoinedWork(ElasticWork):
             return result
 
         return torch.futures.collect_all(futures).then(all_done)
+
+
+def as_one(works: list[Work], result: Any) -> Work:
+    """The only one, or all of them joined."""
+    return works[0] if len(works) == 1 else JoinedWork(works, result)
 
 
 def seconds(timeout: timedelta | None) -> float | None:
