@@ -77,10 +77,14 @@ def run_suite(suite: Suite, size: int, timeout_s: float = 100) -> list[tuple[Out
 
 def _rank(rank: int, suite: Suite, size: int, folder: Path) -> tuple[Outcomes, Outcomes]:
     warnings.simplefilter("ignore")
+    # DTensor remembers meshes by their shape, and a mesh names its groups: they need equal names on gloo and on ours,
+    # whatever tests of this process have made before
+    c10d._world.group_count = 0
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
     theirs = _run(suite, rank, size, gloo=True)
     dist.destroy_process_group()
+    c10d._world.group_count = 0
     transport = introduce(rank, size, folder)
     communicator = Communicator(transport, range(size))
     communicator.register_backend()
@@ -94,8 +98,6 @@ def _rank(rank: int, suite: Suite, size: int, folder: Path) -> tuple[Outcomes, O
 
 
 def _run(suite: Suite, rank: int, size: int, *, gloo: bool) -> Outcomes:
-    # DTensor remembers meshes by their shape, and a mesh names its groups: equal names for gloo's and ours
-    c10d._world.group_count = 1
     group = dist.new_group(list(range(size)), group_desc="everybody")
     outcomes: Outcomes = {}
     for name in names_for(suite, size):
