@@ -19,7 +19,7 @@ from megatron_elas.runtime.communicator.buffers import copy_to, divide, multiply
 from megatron_elas.runtime.communicator.reduction import AVG, PREMUL_SUM, SUM, Reduction, code_of
 from megatron_elas.runtime.communicator.running_group import Call, RunningGroup
 from megatron_elas.runtime.communicator.signatures import pack
-from megatron_elas.runtime.communicator.work import JoinedWork, as_one
+from megatron_elas.runtime.communicator.work import CompletedWork, JoinedWork, as_one
 from megatron_elas.runtime.transport.program import Program, Region
 
 
@@ -28,6 +28,8 @@ class ReducingGroup(RunningGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Reduce each tensor over all members, in place."""
+        if tensors[0].is_sparse:
+            return self._all_reduce_sparse(tensors, opts)
         if len(tensors) > 1 and any(tensor.dtype != tensors[0].dtype for tensor in tensors):
             return self._by_dtype(self.allreduce, tensors, opts)
         op = _reduce_op(opts)
@@ -43,6 +45,25 @@ class ReducingGroup(RunningGroup):
         elif code == AVG and any(collectives.rings(self._team, size) for size in sizes):
             after = partial(divide, tensors, self.size())
         return self._submit(Call(recipe, tensors, nothing, len(tensors), tensors, before, after), tensors, opts)
+
+    def _all_reduce_sparse(self, tensors: list[Tensor], opts: Any) -> Work:
+        """The sum of a sparse COO tensor: everybody gets everybody's entries. Done when it returns."""
+        if len(tensors) > 1 or code_of(_reduce_op(opts)) != SUM:
+            raise self._refuse("all_reduce", "of sparse tensors it takes one at a time, with SUM")
+        tensor = tensors[0]
+        if not self._owner.silent and self.size() > 1:
+            own = tensor.detach().coalesce()
+            counts = torch.zeros(self.size(), dtype=torch.int64)
+            self.all_gather_single(counts, torch.tensor([own._nnz()])).wait()
+            dimensions, dense = own.sparse_dim(), own.shape[own.sparse_dim() :]
+            indices = [torch.zeros((dimensions, count), dtype=torch.int64) for count in counts.tolist()]
+            values = [torch.zeros((count, *dense), dtype=own.dtype) for count in counts.tolist()]
+            self.allgather([indices], [own.indices()]).wait()
+            self.allgather([values], [own.values()]).wait()
+            total = torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), own.shape)
+            with torch.no_grad():  # a detached one would not share what is written
+                tensor.copy_(total.coalesce())
+        return self._collect(CompletedWork(tensors))
 
     def _build_all_reduce(self, code: int, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[int, Program]:
         team, item = self._team, dtype.itemsize

@@ -135,6 +135,17 @@ def all_reduce_of_scalars_and_parameters(group: Any, rank: int, size: int) -> An
     return [scalar, parameter.detach(), whole]
 
 
+@case()
+def sparse_tensors(group: Any, rank: int, size: int) -> Any:
+    entries = torch.tensor([[rank, 0, size], [1, 0, rank % 2]])
+    tensor = torch.sparse_coo_tensor(
+        entries[:, : 1 + rank % 3], numbers(rank, 2 * (1 + rank % 3)).view(-1, 2), (size + 1, 3, 2)
+    )
+    for _ in range(2):
+        dist.all_reduce(tensor, group=group)
+    return tensor.to_dense()
+
+
 @case(ours_only=True)
 def tensors_with_holes(group: Any, rank: int, size: int) -> Any:
     """Gloo wants contiguous tensors."""
