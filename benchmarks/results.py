@@ -29,7 +29,8 @@ def print_table(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[
         ]
         return "  ".join([name.ljust(first), *padded]).rstrip()
 
-    print("\n".join(["", title, line("", columns), *(line(name, row) for name, row in rows.items())]))
+    header = [line("", columns)] if any(columns) else []
+    print("\n".join(["", title, *header, *(line(name, row) for name, row in rows.items())]))
 
 
 def format_all(values: Sequence[float], digits: int = 1) -> str:
