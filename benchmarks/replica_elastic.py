@@ -34,7 +34,7 @@ LIMIT_S = 600.0
 
 
 def preload() -> None:
-    """Import what a worker needs, also what AdamW imports in its first step: seconds in which no heartbeat would leave."""
+    """Import all that a worker needs, also what AdamW imports in its first step: no heartbeat leaves meanwhile."""
     network = Network()
     network.weights.grad = torch.zeros_like(network.weights)
     network.optimizer.step()

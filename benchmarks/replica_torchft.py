@@ -1,4 +1,4 @@
-"""A replica of the data-parallel loop under torchft, and torchft's lighthouse. Needs the environment of torchft_venv.py.
+"""A replica of the data-parallel loop under torchft, and torchft's lighthouse, in the environment of torchft_venv.py.
 
     replica_torchft.py lighthouse FOLDER SETTINGS            writes its address into FOLDER/lighthouse
     replica_torchft.py replica FOLDER SETTINGS REPLICA STEP_S

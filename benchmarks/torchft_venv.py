@@ -1,4 +1,4 @@
-"""An environment for torchft beside the tested one: what is there is seen, what is missing is added to a folder of its own."""
+"""An environment for torchft beside the tested one: sees what is there, and has what is missing in a folder of its own."""
 
 from __future__ import annotations
 
