@@ -49,7 +49,7 @@ def measure_cancel(rounds: int, scheme: str) -> None:
     """Every state in ``rounds`` rounds."""
     board = SharedBoard({"addresses": WORKERS, "round": WORKERS}, numbers=WORKERS)
     with tempfile.TemporaryDirectory(prefix="elas-bench-") as folder:
-        limit_s = 60 + rounds * len(STATES) * ROUND_LIMIT_S
+        limit_s = min(3600.0, 60 + rounds * len(STATES) * ROUND_LIMIT_S)
         told = run_ranks(WORKERS, time_rank, limit_s, (Path(folder), scheme, board, rounds))
     rows, all_ms = {}, []
     for state, meaning in STATES.items():

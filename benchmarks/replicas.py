@@ -13,6 +13,7 @@ and for torchft short ticks and a limit of operations that the undisturbed loop 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -29,7 +30,9 @@ from typing import Any
 from replica_loop import read_diaries
 from results import format_all, print_result, print_table
 from torchft_venv import NotAvailable, prepare_torchft
-from training_jobs import ENVIRONMENT, REPO
+from training_jobs import ENVIRONMENT, REPO, ended_gently
+
+from megatron_elas.testing.ranks import PR_SET_PDEATHSIG
 
 STEP_S = 0.05
 STRUCK = 1
@@ -37,7 +40,6 @@ STEPS_BEFORE = 10
 """That all replicas have committed before one is struck."""
 START_LIMIT_S = 120.0
 RECOVERY_LIMIT_S = 150.0
-GRACE_S = 15.0
 HERE = Path(__file__).resolve().parent
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
@@ -207,21 +209,27 @@ def torchft_job(
 
 @contextmanager
 def process(command: Sequence[str], environ: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is ended at the end, gently if it can be; after an error its output is shown."""
+    """A process that is ended at the end, gently if it can be; after a failure its output is shown."""
+    parent = os.getpid()
     with log.open("wb") as output:
         started = subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: end_with_parent(parent),
         )
-    try:
-        yield started
-    except JobFailed:
-        print(f"--- end of {log.name}\n{log.read_text()[-1500:]}", file=sys.stderr)
-        raise
-    finally:
-        started.send_signal(signal.SIGCONT)  # a stopped one would not hear
-        started.terminate()
+    with ended_gently(started):
         try:
-            started.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            started.kill()
-            started.wait()
+            yield started
+        except JobFailed:
+            print(f"--- end of {log.name}\n{log.read_text()[-1500:]}", file=sys.stderr)
+            raise
+
+
+def end_with_parent(parent: int) -> None:
+    """Be asked to end when the parent dies, also if it is killed. Called in the child before it runs its program."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,4 +1,4 @@
-"""An environment for torchft beside the tested one: sees what is there, and has what is missing in a folder of its own."""
+"""An environment for torchft beside the tested one: sees what that has, and keeps what is missing in its own folder."""
 
 from __future__ import annotations
 
