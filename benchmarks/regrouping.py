@@ -9,10 +9,11 @@ backend in one job and on gloo in another; the jobs take turns. Worker 1 is kill
 
 Then a process that was started before (and has imported Megatron) joins in the dead one's place. c10d's default group
 cannot be joined, so a partial rebuild makes bare ``ProcessGroupGloo`` objects. Ours has no such limit, and makes the
-spare's groups in the measured time.
+spare's groups, known to torch, in the measured time.
 
-A time runs on each rank from a common barrier after the death was noticed, and the largest counts. ``ops`` adds the
-first all-reduce on every group that had the dead worker, with its result checked.
+A time runs on each rank from a common barrier after the death was noticed, and the largest counts. ``ops`` is, from
+another barrier, the first all-reduce on every group that had the dead worker, with its result checked. Nothing else
+runs until all are done, not even Python's garbage collector.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -75,6 +76,10 @@ def run_job(function: Callable[..., Times], ranks: int, workers: int, scheme: st
     if statuses != expected:
         sys.exit(f"of {workers} workers only worker {DEAD} was to be killed, but the ranks ended with {statuses}")
     told = [end.result for end in ends if end.result]
+    for times in told:
+        for name in times:
+            if name.endswith("_ops"):
+                times[name] += times[name.removesuffix("_ops")]
     return {name: max(times[name] for times in told if name in times) for name in {n for times in told for n in times}}
 
 
@@ -96,28 +101,32 @@ def edit_rank(rank: int, ranks: int, workers: int, folder: Path, scheme: str, bo
         transport.cancel()  # as the announcement of a loss does
         communicator.drain()
         affected = [group for group in communicator.groups if DEAD in group.members]
+        left = {worker: at for at, worker in enumerate(worker for worker in range(workers) if worker != DEAD)}
+        board.wait("removed")
+        with timed(times, "edit"):
+            transport.adopt(1, lost={DEAD})
+            for group in affected:
+                group.edit([worker for worker in group.members if worker != DEAD])
+            communicator.renumber(left)
         board.wait("removed")
         with timed(times, "edit_ops"):
-            with timed(times, "edit"):
-                transport.adopt(1, lost={DEAD})
-                for group in affected:
-                    group.edit([worker for worker in group.members if worker != DEAD])
-                left = [worker for worker in range(workers) if worker != DEAD]
-                communicator.renumber({worker: at for at, worker in enumerate(left)})
             check_groups(affected)
+        board.wait("removed")
+        transport.cancel()
+        communicator.drain()
     gc.collect()
     board.wait("joined")
+    with timed(times, "join"):
+        transport.adopt(2, lost=())
+        if rank == spare:
+            communicator = join_elastic(transport, seats)
+            affected = [group for group in communicator.groups if spare in group.members]
+        else:
+            for group in affected:
+                group.edit([spare if worker == DEAD else worker for worker in group.original_members])
+            communicator.renumber({worker: at for at, worker in enumerate(seats)})
+    board.wait("joined")
     with timed(times, "join_ops"):
-        with timed(times, "join"):
-            transport.adopt(2, lost=())
-            if rank == spare:
-                with timed(times, "join_spare_groups"):
-                    communicator = join_elastic(transport, seats)
-                affected = [group for group in communicator.groups if spare in group.members]
-            else:
-                for group in affected:
-                    group.edit([spare if worker == DEAD else worker for worker in group.original_members])
-                communicator.renumber({worker: at for at, worker in enumerate(seats)})
         check_groups(affected)
     board.wait("end")
     communicator.close()
@@ -164,28 +173,31 @@ def rebuild_rank(rank: int, ranks: int, workers: int, folder: Path, scheme: str,
         remove_on_gloo(rank, workers, store, lists, board, times)
     gc.collect()
     board.wait("joined")
+    with timed(times, "join_partial"):
+        groups = []
+        for at, ranks_of in enumerate([*affected, list(range(workers))]):
+            members = [seats[r] for r in ranks_of]
+            if rank in members:
+                prefix = dist.PrefixStore(f"joined/{at}", store)
+                groups.append(dist.ProcessGroupGloo(prefix, members.index(rank), len(members), GLOO_LIMIT))
+    board.wait("joined")
     with timed(times, "join_partial_ops"):
-        with timed(times, "join_partial"):
-            groups = []
-            for at, ranks_of in enumerate([*affected, list(range(workers))]):
-                members = [seats[r] for r in ranks_of]
-                if rank in members:
-                    prefix = dist.PrefixStore(f"joined/{at}", store)
-                    groups.append(dist.ProcessGroupGloo(prefix, members.index(rank), len(members), GLOO_LIMIT))
         for group in groups:
             check_bare_group(group)
+    board.wait("joined")
     del groups, group
     gc.collect()
     parallel_state.destroy_model_parallel()
     board.wait("joined")
+    with timed(times, "join_full"):
+        if rank != spare:
+            with timed(times, "join_destroy"):
+                dist.destroy_process_group()
+        join_gloo(store, "joined", seats.index(rank), workers)
+    struck = [group for group in groups_of_c10d() if DEAD in dist.get_process_group_ranks(group)]
+    board.wait("joined")
     with timed(times, "join_full_ops"):
-        with timed(times, "join_full"):
-            if rank != spare:
-                with timed(times, "join_destroy"):
-                    dist.destroy_process_group()
-            mine = seats.index(rank)
-            join_gloo(store, "joined", mine, workers)
-        check_groups([group for group in groups_of_c10d() if DEAD in dist.get_process_group_ranks(group)])
+        check_groups(struck)
     board.wait("end")
     dist.destroy_process_group()
     return times
@@ -199,30 +211,34 @@ def remove_on_gloo(
     affected = [[r for r in ranks if r != DEAD] for ranks in lists if DEAD in ranks and len(ranks) > 1]
     broken = [g for g in groups_of_c10d()[1:] if DEAD in dist.get_process_group_ranks(g)]
     board.wait("removed")
+    with timed(times, "partial"):
+        for group in broken:
+            dist.destroy_process_group(group)
+        groups = [dist.new_group(ranks, timeout=GLOO_LIMIT) for ranks in (*affected, left)]
+    board.wait("removed")
     with timed(times, "partial_ops"):
-        with timed(times, "partial"):
-            for group in broken:
-                dist.destroy_process_group(group)
-            groups = [dist.new_group(ranks, timeout=GLOO_LIMIT) for ranks in (*affected, left)]
         check_groups([group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER])
+    board.wait("removed")
     del groups, broken, group
     parallel_state.destroy_model_parallel()
     gc.collect()
     rank_of = {worker: at for at, worker in enumerate(left)}
     board.wait("removed")
+    with timed(times, "full"):
+        with timed(times, "destroy"):
+            dist.destroy_process_group()
+        init_gloo(dist.PrefixStore("removed", store), rank_of[rank], len(left))
+        struck = []
+        for ranks in lists:
+            remaining = [rank_of[r] for r in ranks if r != DEAD]
+            if remaining:
+                group = dist.new_group(remaining, timeout=GLOO_LIMIT)
+                if DEAD in ranks and group is not dist.GroupMember.NON_GROUP_MEMBER:
+                    struck.append(group)
+    board.wait("removed")
     with timed(times, "full_ops"):
-        with timed(times, "full"):
-            with timed(times, "destroy"):
-                dist.destroy_process_group()
-            init_gloo(dist.PrefixStore("removed", store), rank_of[rank], len(left))
-            struck = []
-            for ranks in lists:
-                remaining = [rank_of[r] for r in ranks if r != DEAD]
-                if remaining:
-                    group = dist.new_group(remaining, timeout=GLOO_LIMIT)
-                    if DEAD in ranks and group is not dist.GroupMember.NON_GROUP_MEMBER:
-                        struck.append(group)
         check_groups([dist.GroupMember.WORLD, *struck])
+    board.wait("removed")
 
 
 def join_gloo(store: Any, prefix: str, rank: int, workers: int) -> list[tuple[int, ...]]:
@@ -275,7 +291,12 @@ def make_megatron_groups() -> list[tuple[int, ...]]:
 
 
 def die_here_or_go_on(rank: int, board: SharedBoard) -> None:
-    """Everybody is ready; the dead one is killed, and the others return when it is gone."""
+    """Everybody is ready; the dead one is killed, and the others return when it is gone.
+
+    From here on garbage is collected between what is timed and not in it: with all that Megatron imports it takes long.
+    """
+    gc.collect()
+    gc.disable()
     if rank == DEAD:
         board.numbers[0] = os.getpid()
     board.wait("ready")
@@ -285,7 +306,7 @@ def die_here_or_go_on(rank: int, board: SharedBoard) -> None:
 
 
 @contextmanager
-def timed(times: Times, name: str) -> Iterable[None]:
+def timed(times: Times, name: str) -> Iterator[None]:
     """Keeps the seconds that the body takes."""
     started = time.perf_counter()
     yield
@@ -333,7 +354,6 @@ def report(workers: int, taken: Sequence[Times]) -> None:
             ),
         },
     )
-    print(f"the spare's own groups take {cells('join_spare_groups')[0]} ms of its join")
 
     def ratio(name: str, upper: str, lower: str, less: str | None = None) -> None:
         above = [times[upper] - (times[less] if less else 0) for times in taken]
