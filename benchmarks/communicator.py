@@ -4,8 +4,8 @@
 
 Everything is measured on this machine's CPU in one run, ours and theirs taking turns; figures are medians over the
 turns. Takes about twenty minutes on two idle cores, with --quick three. Prints tables, and lines
-``RESULT name=value unit``. Ratios above 1 mean that ours is faster, but for step_vs_gloo. Beside other work that
-computes, step_vs_gloo says little: gloo's workers sleep and wake ten times as often, which the kernel rewards.
+``RESULT name=value unit``. Ratios above 1 mean that ours is faster, but for step_vs_gloo, which is to be
+measured on an idle machine only: it depends on what else computes.
 
     regroup (regrouping.py): a killed worker is removed from all groups of TP 2 x PP 2 x DP N/4, and a spare joins
     edit_vs_full@N, edit_vs_partial@N            time of rebuilding (all / the struck groups) on gloo / of our edit
