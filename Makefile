@@ -23,7 +23,7 @@ help:
 	@echo "make demo                train a tiny Llama, lose a worker, watch it go on"
 	@echo "make test                quick tests;  make test-all: all of them"
 	@echo "make check               style, types, import rules;  make format: mend the style"
-	@echo "make bench-communicator  collectives: ours against gloo"
+	@echo "make bench-communicator  process groups: ours against gloo, and a lost replica against torchft"
 	@echo "make bench-recovery      step time with and without --elastic; a lost worker against a restart; how recovery grows"
 	@echo "make clean               remove caches and build files;  make distclean: the environment too"
 

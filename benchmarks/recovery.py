@@ -27,16 +27,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 from recovery_growth import measure_growth
+from results import format_all, print_ratio
+from step_times import time_in_turns, time_steady
 from training_jobs import LINE, Grid, Model, Torchrun, run_elastic, train_flags
 
 STEPS = 40
-WARM_UP = 8
-"""Steps at the start that are not counted."""
 FAULT_STEP = 15
 SAVE_INTERVAL = 5
 LARGER = Model(layers=4, hidden=512)
@@ -72,14 +71,7 @@ def main() -> None:
 
 def measure_steady(folder: Path, grid: Grid, turns: int) -> None:
     """Step time of undisturbed runs."""
-    flags = train_flags(Model(), grid, STEPS)
-    variants: dict[str, tuple[list[str], dict[str, str]]] = {
-        "stock": (flags, {}),
-        "elastic": ([*flags, "--elastic"], {}),
-    }
-    times = time_in_turns(folder / f"{grid}-steady", grid, variants, turns, WARM_UP)
-    print(f"{grid}: ms per step, " + ", ".join(f"{name} {format_all(values)}" for name, values in times.items()))
-    print_ratio(f"elastic_on_vs_stock@{grid}", times["elastic"], times["stock"])
+    print_ratio(f"elastic_on_vs_stock@{grid}", *time_steady(folder, grid, train_flags(Model(), grid, STEPS), turns))
 
 
 def measure_copies(folder: Path, turns: int) -> None:
@@ -96,21 +88,6 @@ def measure_copies(folder: Path, turns: int) -> None:
     print(", ".join(f"{name} {format_all(values)}" for name, values in times.items()))
     print_ratio(f"elastic_on_vs_stock@{grid}_larger", times["elastic"], times["stock"])
     print_ratio(f"copies_on_vs_off@{grid}_larger", times["elastic"], times["elastic without copies"])
-
-
-def time_in_turns(
-    folder: Path, grid: Grid, variants: Mapping[str, tuple[list[str], dict[str, str]]], turns: int, warm_up: int
-) -> dict[str, list[float]]:
-    """Median milliseconds per step of each variant (flags, additions to the environment), one per turn."""
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(turns):
-        order = list(variants) if turn % 2 else list(reversed(variants))
-        for name in order:
-            flags, environ = variants[name]
-            log_dir = folder / f"{len(times[name])}-{name.replace(' ', '-')}"
-            run = run_elastic(grid.workers, flags, log_dir, measured=True, environ=environ)
-            times[name].append(statistics.median(run.step_times_ms(warm_up)))
-    return times
 
 
 def measure_recovery(folder: Path, grid: Grid, kills: int, restarts: int) -> None:
@@ -166,17 +143,6 @@ def lose_and_restart(folder: Path, workers: int, flags: list[str]) -> float:
 def is_worker(process: psutil.Process) -> bool:
     """Whether it trains (torchrun's other children do not)."""
     return "megatron_elas.pretrain_gpt" in process.cmdline() and "torch.distributed.run" not in process.cmdline()
-
-
-def print_ratio(name: str, ours: list[float], theirs: list[float]) -> None:
-    """The median of the ratios of all turns."""
-    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
-    print(f"RESULT {name}={statistics.median(ratios):.3f} ratio", flush=True)
-
-
-def format_all(values: list[float], digits: int = 1) -> str:
-    """``1.0/2.0/3.0``."""
-    return "/".join(f"{value:.{digits}f}" for value in values)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +21,8 @@ MEASURED_WORKER = Path(__file__).resolve().parent / "measured_worker.py"
 MEASURED_MARK = "measured: "
 """Begins the lines in which a measured worker says what it saw."""
 JOB_LIMIT_S = 300
+GRACE_S = 15
+"""From asking a process to end until it is killed."""
 LINE = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([0-9.]+)")
 
 
@@ -109,23 +113,38 @@ def run_elastic(
     if measured:
         target = ["--preload", "megatron_elas.pretrain_gpt:preload", str(MEASURED_WORKER)]
     command = [sys.executable, "-m", "megatron_elas.cli.elasrun", "--nproc-per-node", str(workers)]
-    done = subprocess.run(
+    process = subprocess.Popen(
         [*command, "--log-dir", str(log_dir), *target, *flags],
         env={**ENVIRONMENT, **(environ or {})},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        check=False,
-        timeout=JOB_LIMIT_S,
     )
+    with ended_gently(process):
+        told, _ = process.communicate(timeout=JOB_LIMIT_S)
     logs = [line for log in sorted(log_dir.glob("*.log")) for line in log.read_text().splitlines()]
-    if done.returncode != 0:
-        sys.exit("\n".join([*logs[-40:], done.stdout[-3000:], f"a job failed with exit code {done.returncode}"]))
+    if process.returncode != 0:
+        sys.exit("\n".join([*logs[-40:], told[-3000:], f"a job failed with exit code {process.returncode}"]))
     events = log_dir / "events.jsonl"
     return Run(
-        lines=[*done.stdout.splitlines(), *logs],
+        lines=[*told.splitlines(), *logs],
         events=[json.loads(line) for line in events.read_text().splitlines()] if events.exists() else [],
     )
+
+
+@contextlib.contextmanager
+def ended_gently(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """When the body ends, however it does, so does the process: asked to (elasrun then clears up), or killed."""
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)  # a stopped one would not hear
+        process.terminate()
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def step_times_ms(lines: Sequence[str], after: int) -> list[float]:
