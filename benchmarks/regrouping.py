@@ -9,11 +9,12 @@ backend in one job and on gloo in another; the jobs take turns. Worker 1 is kill
 
 Then a process that was started before (and has imported Megatron) joins in the dead one's place. c10d's default group
 cannot be joined, so a partial rebuild makes bare ``ProcessGroupGloo`` objects. Ours has no such limit, and makes the
-spare's groups, known to torch, in the measured time.
+spare's groups, known to torch, in the measured time. What the others edit by and the spare makes its groups from is a
+``Membership``, which comes with the controller's message: that is made before the time runs.
 
 A time runs on each rank from a common barrier after the death was noticed, and the largest counts. ``ops`` is, from
-another barrier, the first all-reduce on every group that had the dead worker, with its result checked. Nothing else
-runs until all are done, not even Python's garbage collector.
+another barrier, the first all-reduce on every group that had the dead worker, with its result checked; ours opens all
+missing links before it. Nothing else runs until all are done, not even Python's garbage collector.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +40,7 @@ from results import print_ratio, print_table
 from shared_board import SharedBoard, wait_for_death
 
 from megatron_elas.runtime.communicator.communicator import Communicator
+from megatron_elas.runtime.communicator.membership import GroupMembers, Membership
 from megatron_elas.testing.ranks import run_mortal_ranks
 
 TENSOR_PARALLEL = PIPELINE_PARALLEL = 2
@@ -91,57 +93,77 @@ def edit_rank(rank: int, ranks: int, workers: int, folder: Path, scheme: str, bo
     times: Times = {}
     transport = open_transport(rank, ranks, folder, scheme, board)
     spare = workers
-    seats = [spare if worker == DEAD else worker for worker in range(workers)]
     if rank != spare:
-        communicator = join_elastic(transport, range(workers))
+        lists = join_elastic(communicator := Communicator(transport, range(workers)))
         for group in communicator.groups:
             check_group(group)
+        communicator_of: Communicator | None = communicator
+    else:
+        lists, communicator_of = recorded_lists(workers), None
+    addresses = {at: (folder / f"{at}.address").read_text() for at in range(ranks)}
+    removed = plan_membership(1, lists, {at: at for at in range(workers) if at != DEAD}, addresses)
+    joined = plan_membership(2, lists, {at: spare if at == DEAD else at for at in range(workers)}, addresses)
     die_here_or_go_on(rank, board)
-    if rank != spare:
+    if communicator_of is not None:
         transport.cancel()  # as the announcement of a loss does
-        communicator.drain()
-        affected = [group for group in communicator.groups if DEAD in group.members]
-        left = {worker: at for at, worker in enumerate(worker for worker in range(workers) if worker != DEAD)}
+        communicator_of.drain()
+        affected = [group for group in communicator_of.groups if DEAD in group.members]
         board.wait("removed")
         with timed(times, "edit"):
-            transport.adopt(1, lost={DEAD})
-            for group in affected:
-                group.edit([worker for worker in group.members if worker != DEAD])
-            communicator.renumber(left)
+            communicator_of.edit(removed)
         board.wait("removed")
         with timed(times, "edit_ops"):
+            with timed(times, "edit_links"):
+                communicator_of.open_links()
             check_groups(affected)
         board.wait("removed")
         transport.cancel()
-        communicator.drain()
+        communicator_of.drain()
     gc.collect()
     board.wait("joined")
     with timed(times, "join"):
-        transport.adopt(2, lost=())
-        if rank == spare:
-            communicator = join_elastic(transport, seats)
-            affected = [group for group in communicator.groups if spare in group.members]
+        if communicator_of is None:
+            communicator_of = Communicator.join(transport, joined)
         else:
-            for group in affected:
-                group.edit([spare if worker == DEAD else worker for worker in group.original_members])
-            communicator.renumber({worker: at for at, worker in enumerate(seats)})
+            communicator_of.edit(joined)
     board.wait("joined")
     with timed(times, "join_ops"):
-        check_groups(affected)
+        with timed(times, "join_links"):
+            communicator_of.open_links()
+        check_groups(group for group in communicator_of.groups if spare in group.members)
     board.wait("end")
-    communicator.close()
+    communicator_of.close()
     transport.close()
     return times
 
 
-def join_elastic(transport: Any, seats: Sequence[int]) -> Communicator:
-    """Make the default group and Megatron's on the elastic backend, for the workers in these seats."""
-    communicator = Communicator(transport, seats)
+def join_elastic(communicator: Communicator) -> list[tuple[int, ...]]:
+    """Make the default group and Megatron's on the elastic backend; gives the ranks of each of Megatron's."""
     communicator.register_backend()
-    rank = list(seats).index(transport.worker)
-    dist.init_process_group("elastic", store=dist.HashStore(), rank=rank, world_size=len(seats))
-    make_megatron_groups()
-    return communicator
+    rank = communicator.world.index(communicator.transport.worker)
+    dist.init_process_group("elastic", store=dist.HashStore(), rank=rank, world_size=len(communicator.world))
+    return make_megatron_groups()
+
+
+def plan_membership(
+    epoch: int, lists: Sequence[Sequence[int]], seats: Mapping[int, int], addresses: Mapping[int, str]
+) -> Membership:
+    """The message from which all edit: every group that had the dead worker.
+
+    Args:
+        epoch: That begins.
+        lists: First ranks of Megatron's groups, which c10d numbers from 1 in this order.
+        seats: Who has the seat of each first rank now; seats that nobody has are left out.
+        addresses: Of everybody.
+    """
+    named = {"0": sorted(seats)} | {str(1 + at): ranks for at, ranks in enumerate(lists) if DEAD in ranks}
+    members = {name: tuple(seats[rank] for rank in ranks if rank in seats) for name, ranks in named.items()}
+    return Membership(
+        epoch=epoch,
+        addresses={worker: address for worker, address in addresses.items() if worker != DEAD},
+        ranks={worker: at for at, worker in enumerate(seats.values())},
+        groups={name: GroupMembers(members=workers) for name, workers in members.items() if workers},
+    )
 
 
 # ---------------------------------------------------------------- gloo
@@ -354,6 +376,8 @@ def report(workers: int, taken: Sequence[Times]) -> None:
             ),
         },
     )
+    links = cells("edit_links", "join_links")
+    print(f"opening the missing links takes {links[0]} ms of ours in a removal, {links[1]} ms in a join")
 
     def ratio(name: str, upper: str, lower: str, less: str | None = None) -> None:
         above = [times[upper] - (times[less] if less else 0) for times in taken]

@@ -23,6 +23,7 @@ from megatron_elas.control.link import ControlLink
 from megatron_elas.control.messages import Hello
 from megatron_elas.control.port import LinkPort
 from megatron_elas.runtime.communicator.communicator import Communicator
+from megatron_elas.runtime.communicator.membership import DEFAULT_GROUP, GroupMembers
 from megatron_elas.runtime.ports import StateDigest
 from megatron_elas.runtime.session import Session
 from megatron_elas.runtime.transport.sockets import SocketTransport
@@ -43,9 +44,8 @@ def preload() -> None:
 class Replica:
     """Implements ``runtime.ports.Host``."""
 
-    def __init__(self, worker: int, workers: int, communicator: Communicator) -> None:
+    def __init__(self, worker: int, workers: int) -> None:
         self._worker = worker
-        self._communicator = communicator
         self._members: Sequence[int] = range(workers)
         self._step = 0
         self.network = Network()
@@ -93,12 +93,13 @@ class Replica:
             slot[self._slice()] = values
         self._count.copy_(flat[-1])
 
-    def edit_groups(self, plan: ElasticPlan) -> None:
+    def plan_groups(self, plan: ElasticPlan) -> dict[str, GroupMembers]:
+        """See Host."""
+        return {DEFAULT_GROUP: GroupMembers(members=plan.placement.workers)}
+
+    def follow_groups(self, plan: ElasticPlan) -> None:
         """See Host."""
         self._members = plan.placement.workers
-        for group in self._communicator.groups:
-            group.edit(self._members)
-        self._communicator.renumber({worker: rank for rank, worker in enumerate(self._members)})
 
     def rebuild(self) -> None:
         """See Host. Everything has its place already."""
@@ -165,7 +166,7 @@ def main(folder: Path, step_s: float) -> None:
     dist.init_process_group("elastic", store=dist.HashStore(), rank=worker, world_size=workers)
     port = LinkPort(worker, link, LIMIT_S)
     session = Session(worker, start.plan, transport, communicator, port, lambda *place: None)
-    replica = Replica(worker, workers, communicator)
+    replica = Replica(worker, workers)
     session.attach(replica, 0)
     diary = Diary(folder, worker)
     diary.started()
