@@ -27,18 +27,13 @@ class TorchReducer:
 
     def __init__(self, operation: str, dtype: torch.dtype, *, in_core: bool = True) -> None:
         self._reduction = Reduction(getattr(ReduceOp, operation), dtype)
-        self._dtype = dtype
         self.native = native_codes(operation, str(dtype).removeprefix("torch.")) if in_core else None
         self.calls = 0
 
     def reduce(self, sources: Sequence[memoryview], target: memoryview) -> None:
         self.calls += 1
-        if not target.nbytes:
-            return
-        shards = [torch.frombuffer(source, dtype=self._dtype) for source in sources]
-        out = torch.frombuffer(target, dtype=self._dtype)
-        own = next((at for at, shard in enumerate(shards) if shard.data_ptr() == out.data_ptr()), 0)
-        self._reduction.reduce(shards, out, own)
+        if target.nbytes:
+            self._reduction.reduce(sources, target)
 
 
 def segments(size: int, count: int, item: int) -> list[Region]:
