@@ -38,6 +38,8 @@ def process_groups(scene: Scene) -> Iterator[Finding]:
             yield f"{group} has a mailbox for {mailbox._members} as {mailbox._me}"
         if extra := [rank for rank in mailbox.inboxes if rank >= group.size()]:
             yield f"{group} keeps inboxes of ranks {extra}, it has {group.size()}"
+        if extra := [rank for rank in mailbox.outboxes if rank >= group.size()]:
+            yield f"{group} keeps outboxes of ranks {extra}, it has {group.size()}"
         if group._coalesced is not None:
             yield f"{group} is still coalescing"
         if scene.interrupted:
@@ -48,6 +50,8 @@ def process_groups(scene: Scene) -> Iterator[Finding]:
             yield f"{group} has receives of any rank that nobody waited for"
         if waiting := [rank for rank, inbox in mailbox.inboxes.items() if inbox.waiting or inbox.thread]:
             yield f"{group} has receives of ranks {waiting} that nobody waited for"
+        if sending := [rank for rank, outbox in mailbox.outboxes.items() if outbox.queue]:
+            yield f"{group} has sends to ranks {sending} that nobody took"
 
 
 def torch_groups(scene: Scene) -> Iterator[Finding]:

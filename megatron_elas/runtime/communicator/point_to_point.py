@@ -3,7 +3,9 @@
 A message is two parts on the group's point-to-point channel: an envelope with the caller's tag and the length, then
 the bytes. So a receiver knows what is coming before it has to say where to: messages of one tag are received in the
 order they were sent, and those of different tags in any order. What nobody has asked for yet is kept until somebody
-does; what the sender's socket does not take at once is kept by the sender. So a send never waits for the receiver.
+does; what the sender's socket does not take at once is kept by the sender. So a send of less than ``LEND_BYTES`` never
+waits for the receiver. A larger one is not copied: a thread sends it, and waiting for it is waiting until the receiver
+has taken it.
 
 Who reads: of the threads that wait for a message of one rank, one reads the link and hands out what arrives, also to
 the others. A thread of its own does so for receives that nobody waits for yet, as soon as anybody asks whether they are
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from megatron_elas.runtime.communicator.buffers import as_bytes, flatten, write_back
 from megatron_elas.runtime.communicator.signatures import explain
-from megatron_elas.runtime.communicator.work import ElasticWork, seconds
+from megatron_elas.runtime.communicator.work import CompletedWork, ElasticWork, seconds
 from megatron_elas.runtime.transport.base import Part, ProtocolError, Transport
 from megatron_elas.spec.errors import EpochChanged
 
@@ -35,6 +37,38 @@ ENVELOPE_TAG, PAYLOAD_TAG = 1, 2
 AT_ONCE_BYTES = 1 << 20
 """Receives from this size on are read by a thread as soon as they are asked for: handing them over costs less than the
 time that they take."""
+
+
+LEND_BYTES = 2 << 20
+"""Sends from this size on are not copied: fresh memory for the copy costs more than a thread."""
+
+
+class Send(ElasticWork):
+    """A send that a thread does; its tensor may not be changed before it has ended."""
+
+    def __init__(self, box: Mailbox, tensor: Tensor) -> None:
+        super().__init__([tensor])
+        self._box = box
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the tensor may be changed.
+
+        Raises:
+            TimeoutError: It takes longer than a positive ``timeout``; the send goes on.
+        """
+        self._box.wait_for_send(self, seconds(timeout))
+        return self._raise()
+
+
+class _Outbox:
+    """What is to be sent to one rank by its thread."""
+
+    __slots__ = ("queue", "thread")
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[memoryview, Tensor, Send]] = deque()
+        """Envelope, flat tensor, work; the first is being sent."""
+        self.thread: threading.Thread | None = None
 
 
 class Receive(ElasticWork):
@@ -117,8 +151,8 @@ class Mailbox:
         self._transport = transport
         self._describe = describe
         self.changed = threading.Condition(threading.Lock())
-        self.ended: list[Receive] = []
-        """Receives that have ended since the lock was taken."""
+        self.ended: list[ElasticWork] = []
+        """Operations that have ended since the lock was taken."""
         self._locked = _Locked(self)
         self._epoch = transport.epoch
         self.inboxes: defaultdict[int, _Inbox] = defaultdict(_Inbox)
@@ -126,6 +160,7 @@ class Mailbox:
         """Receives from any source that are asked for."""
         self._asked = 0
         self._sending: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self.outboxes: defaultdict[int, _Outbox] = defaultdict(_Outbox)
         self._members: tuple[int, ...] = ()
         self._me = 0
         self._channel = 0
@@ -134,6 +169,7 @@ class Mailbox:
         """Start anew with other members. No operation is in flight."""
         self.drop()
         self.inboxes.clear()  # they go by rank
+        self.outboxes.clear()
         self._sending.clear()
         self._members, self._me, self._channel = tuple(members), me, channel
 
@@ -145,6 +181,7 @@ class Mailbox:
         with self._locked:
             self._fail(lambda _: True, EpochChanged(f"{self._describe()}: a receive was dropped when its epoch ended"))
             threads = [inbox.thread for inbox in self.inboxes.values() if inbox.thread is not None]
+            threads += [outbox.thread for outbox in self.outboxes.values() if outbox.thread is not None]
             for inbox in self.inboxes.values():
                 inbox.unclaimed.clear()
         for thread in threads:
@@ -153,19 +190,62 @@ class Mailbox:
 
     # ------------------------------------------------------------------ sending
 
-    def send(self, tensor: Tensor, rank: int, tag: int) -> None:
-        """Send eagerly: the tensor may be changed when this returns."""
+    def send(self, tensor: Tensor, rank: int, tag: int) -> ElasticWork:
+        """Send; see the head of this module for when the tensor may be changed."""
         flat = flatten(tensor)
         if rank == self._me:
             with self._locked:
                 self._enter_epoch()
                 self._deliver_own(tag, flat)
-            return
+            return CompletedWork([tensor])
         peer, payload = self._members[rank], as_bytes(flat)
         envelope = memoryview(_ENVELOPE.pack(tag, len(payload)))
         with self._sending[rank]:
+            outbox = self.outboxes[rank]
+            if len(payload) >= LEND_BYTES or outbox.queue:
+                return self._lend(rank, outbox, envelope, flat, tensor)
             self._transport.post(self._channel, ENVELOPE_TAG, Part(peer, envelope))
             self._transport.post(self._channel, PAYLOAD_TAG, Part(peer, payload))
+        return CompletedWork([tensor])
+
+    def _lend(self, rank: int, outbox: _Outbox, envelope: memoryview, flat: Tensor, tensor: Tensor) -> Send:
+        work = Send(self, tensor)
+        if self._transport.cancelled:
+            raise EpochChanged(f"epoch {self._transport.epoch} ended on worker {self._transport.worker}")
+        with self._locked:
+            outbox.queue.append((envelope, flat, work))
+            if outbox.thread is None:
+                name = f"elastic-send-{self._channel:x}-{rank}"
+                outbox.thread = threading.Thread(target=self._send_queued, args=(rank, outbox), name=name, daemon=True)
+                outbox.thread.start()
+        return work
+
+    def _send_queued(self, rank: int, outbox: _Outbox) -> None:
+        peer = self._members[rank]
+        error: BaseException | None = None
+        while True:
+            with self._locked:
+                if not outbox.queue:
+                    outbox.thread = None
+                    return
+                envelope, flat, work = outbox.queue[0]
+            if error is None:
+                try:
+                    self._transport.send(self._channel, ENVELOPE_TAG, Part(peer, envelope))
+                    self._transport.send(self._channel, PAYLOAD_TAG, Part(peer, as_bytes(flat)))
+                except BaseException as raised:  # surfaces in wait(), on the callers' threads
+                    raised.add_note(f"in send to rank {rank} of {self._describe()}")
+                    error = raised.with_traceback(None)
+            with self._locked:
+                outbox.queue.popleft()
+                self._end(work, error)
+                self.changed.notify_all()
+
+    def wait_for_send(self, work: Send, limit_s: float | None) -> None:
+        """Return when ``work`` is done."""
+        with self._locked:
+            if not self.changed.wait_for(work.is_completed, limit_s):
+                raise TimeoutError(f"{self._describe()}: a send was not taken by its receiver within {limit_s:g} s")
 
     def _deliver_own(self, tag: int, flat: Tensor) -> None:
         receive = self._claim(self._me, tag)
@@ -346,7 +426,7 @@ class Mailbox:
             self._end(work, None)
         self.changed.notify_all()
 
-    def _end(self, work: Receive, error: BaseException | None) -> None:
+    def _end(self, work: ElasticWork, error: BaseException | None) -> None:
         work.complete(error)
         self.ended.append(work)
 

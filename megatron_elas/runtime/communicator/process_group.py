@@ -18,7 +18,7 @@ from torch.distributed import Work
 
 from megatron_elas.runtime.communicator.collective_group import CollectiveGroup
 from megatron_elas.runtime.communicator.signatures import pack
-from megatron_elas.runtime.communicator.work import CompletedWork, JoinedWork
+from megatron_elas.runtime.communicator.work import JoinedWork
 from megatron_elas.runtime.transport.base import Part, ProtocolError
 from megatron_elas.spec.errors import EpochChanged
 
@@ -29,14 +29,14 @@ class ElasticProcessGroup(CollectiveGroup):
     # ------------------------------------------------------------------ point to point
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Work:
-        """Send eagerly: the tensor may be changed when this returns."""
+        """Send. A small tensor may be changed when this returns, a large one after ``wait``, see ``point_to_point``."""
         self._check_message("send", tensors, dstRank)
         try:
-            self._mailbox.send(tensors[0], dstRank, tag)
+            work = self._mailbox.send(tensors[0], dstRank, tag)
         except EpochChanged as error:
             error.add_note(f"in send to rank {dstRank} of {self}")
             raise
-        return self._collect(CompletedWork(tensors))
+        return self._collect(work)
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Work:
         """Ask for a tensor with this tag. Receives of one tag are filled in the order they are asked for."""

@@ -84,6 +84,7 @@ struct op {
     uint32_t epoch;
     uint64_t tag;
     int64_t deadline_ns; /* CLOCK_MONOTONIC; 0: none */
+    bool listens;        /* to links that it only sends on */
     int links, buffers;
     struct link **link;
     uint8_t **buffer;
@@ -494,7 +495,7 @@ static int wait_for_links(struct op *op) {
     for (int k = 0; k < op->active; k++) {
         struct slot *slot = &op->slots[op->order[k]];
         short events = slot->sends ? POLLOUT : 0;
-        if (slot->receives || !slot->deaf) events |= POLLIN;
+        if (slot->receives || (op->listens && !slot->deaf)) events |= POLLIN;
         else if (slot->foreign && timeout_ms > SEARCH_MS) timeout_ms = SEARCH_MS;
         op->polls[k + 1] = (struct pollfd){op->link[op->order[k]]->fd, events, 0};
     }
@@ -509,7 +510,7 @@ static int wait_for_links(struct op *op) {
         short found = op->polls[k + 1].revents;
         slot->can_send = (found & ~POLLIN) != 0;
         slot->can_receive = (found & ~POLLOUT) != 0;
-        if (slot->receives || !(found & POLLIN)) continue;
+        if (slot->receives || !op->listens || !(found & POLLIN)) continue;
         op->current = op->order[k];
         int status = listen_to(op, op->order[k]);
         if (status) return status;
@@ -671,6 +672,7 @@ struct arguments {
     int64_t wake, epoch;
     uint64_t tag;
     int64_t deadline_ns;
+    int64_t listens;
     const int64_t *code;
     struct link **links;
     int64_t link_count;
@@ -694,7 +696,7 @@ int elas_run(struct arguments *call) {
     }
     struct op *op = carve(&memory, sizeof *op);
     *op = (struct op){.cancelled = call->cancelled, .wake = call->wake, .epoch = call->epoch, .tag = call->tag,
-                      .deadline_ns = call->deadline_ns, .links = call->link_count, .link = call->links,
+                      .deadline_ns = call->deadline_ns, .listens = call->listens, .links = call->link_count, .link = call->links,
                       .buffer = call->buffers, .code = code + 4, .rounds_left = code[0]};
     op->parts = carve(&memory, parts);
     op->receives = carve(&memory, receives);

@@ -86,6 +86,13 @@ class Transport(Protocol):
             EpochChanged, PeerLost, ProtocolError, TimeoutError: As ``exchange``.
         """
 
+    def send(self, channel: int, tag: int, part: Part) -> None:
+        """Send, and return when the link has taken everything; nothing is copied.
+
+        Unlike ``exchange`` it does not listen to the link meanwhile, so another thread may receive on it. It comes behind
+        earlier posts of the link, and later ones behind it. Raises as ``exchange``.
+        """
+
     def post(self, channel: int, tag: int, part: Part) -> None:
         """Send eagerly: never waits for the peer to receive.
 

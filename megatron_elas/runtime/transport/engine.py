@@ -47,11 +47,13 @@ class Call(NamedTuple):
     limit_s: float | None
     deadline: float | None
     """By ``time.monotonic``."""
+    listens: bool = True
+    """To links that it only sends on, for what ends it. Not where another thread may receive on them."""
 
     @classmethod
-    def begin(cls, channel: int, epoch: int, tag: int, limit_s: float | None) -> Call:
+    def begin(cls, channel: int, epoch: int, tag: int, limit_s: float | None, *, listens: bool = True) -> Call:
         """An operation that begins now."""
-        return cls(channel, epoch, tag, limit_s, None if limit_s is None else time.monotonic() + limit_s)
+        return cls(channel, epoch, tag, limit_s, None if limit_s is None else time.monotonic() + limit_s, listens)
 
     def too_slow(self, links: Sequence[Link]) -> TimeoutError:
         """The error that says that these were not done in time."""

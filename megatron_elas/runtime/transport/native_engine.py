@@ -35,7 +35,7 @@ _COPY, _REDUCE_HERE, _REDUCE_IN_PYTHON = 0, 1, 2  # enum step_kind
 
 _KEPT_PROGRAMS = 512
 
-_ARGUMENTS = struct.Struct("@PqqQqPPqPPPP")
+_ARGUMENTS = struct.Struct("@PqqQqqPPqPPPP")
 """``struct arguments`` of ``_core.c``."""
 _MADE_AT = _ARGUMENTS.size - struct.calcsize("P")
 
@@ -238,7 +238,7 @@ class NativeEngine:
             pending = memory.pending = ctypes.create_string_buffer(count)
         _ARGUMENTS.pack_into(
             arguments, 0, self._cancelled, self._control.wake, call.epoch, call.tag,
-            0 if call.deadline is None else max(1, int(call.deadline * 1e9)),
+            0 if call.deadline is None else max(1, int(call.deadline * 1e9)), call.listens,
             code, bound.where, count, buffers.buffer_info()[0],
             memory.failure_at, ctypes.addressof(pending), 0,
         )  # fmt: skip

@@ -24,12 +24,12 @@ class _Waiting:
 
     __slots__ = ("deaf", "events", "foreign", "link", "parts", "ticket")
 
-    def __init__(self, link: PythonLink) -> None:
+    def __init__(self, link: PythonLink, listens: bool) -> None:
         self.link = link
         self.ticket = 0
         self.parts: deque[memoryview] = deque()
         self.events = 0
-        self.deaf = False
+        self.deaf = not listens
         """A frame of this epoch waits on it though nothing is expected yet, so it is not listened to."""
         self.foreign = False
         """That frame is another operation's, and an objection may be behind it."""
@@ -61,13 +61,13 @@ class PythonEngine:
                 if ticket:
                     waits = waiting.get(link.fd)
                     if waits is None:
-                        waits = waiting[link.fd] = _Waiting(link)
+                        waits = waiting[link.fd] = _Waiting(link, call.listens)
                     waits.ticket = ticket
             for link, buffer in receives:
                 assert isinstance(link, PythonLink)
                 waits = waiting.get(link.fd)
                 if waits is None:
-                    waits = waiting[link.fd] = _Waiting(link)
+                    waits = waiting[link.fd] = _Waiting(link, call.listens)
                 waits.parts.append(buffer)
             if waiting:
                 self._wait(waiting, call, last)

@@ -152,6 +152,20 @@ class SocketTransport:
             self._break_off(channel, used, error)
             raise
 
+    def send(self, channel: int, tag: int, part: Part) -> None:
+        """See ``base.Transport``."""
+        if self._cancelled or self._failure is not None:
+            raise self.refusal()
+        peer, buffer = part
+        used: list[Link] = []
+        try:
+            used.append(self._link(peer, channel))
+            call = Call.begin(channel, self._epoch, tag, None, listens=False)
+            self._engine.exchange(call, [(used[0], buffer)], [])
+        except BaseException as error:
+            self._break_off(channel, used, error)
+            raise
+
     def post(self, channel: int, tag: int, part: Part) -> None:
         """See ``base.Transport``. What peers do not receive stays in this worker's memory."""
         if self._cancelled or self._failure is not None:

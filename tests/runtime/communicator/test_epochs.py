@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -434,6 +435,67 @@ def test_what_was_asked_for_in_an_old_epoch_fails_in_the_new_one(tmp_path: Path)
                 with pytest.raises(EpochChanged):
                     queued.wait()
             check_sum(None, [0, 1], own)
+            ready.wait()
+        return True
+
+    assert all(run_workers(2, body))
+
+
+def test_a_large_send_ends_when_it_is_taken_and_small_ones_behind_it_keep_their_order(tmp_path: Path) -> None:
+    ready = make_barrier(2)
+    large = 16 << 20  # far more than sockets hold
+
+    def body(own: int) -> bool:
+        with joined(own, 2, tmp_path):
+            if own == 0:
+                works = [dist.isend(torch.full((large // 4,), 5.0), 1), dist.isend(torch.full((3,), 6.0), 1)]
+                assert not any(work.is_completed() for work in works)
+                with pytest.raises(TimeoutError, match=r"was not taken by its receiver within 0\.05 s"):
+                    works[0].wait(timedelta(seconds=0.05))
+                ready.wait()
+                assert all(work.wait() for work in works)
+                assert all(work.is_success() for work in works)
+            else:
+                ready.wait()
+                first, second = torch.empty(large // 4), torch.empty(3)
+                dist.recv(first, 0)
+                dist.recv(second, 0)
+                assert (first == 5).all() and (second == 6).all()
+            # both at once, each sends first
+            theirs = torch.empty(large // 4)
+            sent = dist.isend(torch.full((large // 4,), float(own)), 1 - own)
+            dist.recv(theirs, 1 - own)
+            sent.wait()
+            assert (theirs == 1 - own).all()
+            ready.wait()
+        return True
+
+    assert all(run_workers(2, body))
+
+
+def test_a_large_send_ends_with_its_epoch_and_the_next_one_goes_through(tmp_path: Path) -> None:
+    ready = make_barrier(2)
+    large = 16 << 20
+
+    def body(own: int) -> bool:
+        with joined(own, 2, tmp_path) as (transport, communicator):
+            sent: list[Any] = []
+            if own == 0:
+                sent = [dist.isend(torch.ones(large // 4), 1), dist.isend(torch.ones(1), 1)]
+            ready.wait()
+            transport.cancel()
+            for work in sent:
+                with pytest.raises(EpochChanged):
+                    work.wait()
+            communicator.drain()
+            ready.wait()
+            transport.adopt(1, lost=())
+            got = torch.empty(large // 4)
+            if own == 0:
+                dist.send(torch.full((large // 4,), 3.0), 1)
+            else:
+                dist.recv(got, 0)
+                assert (got == 3).all()
             ready.wait()
         return True
 
