@@ -17,7 +17,7 @@ RUN := "$(or $(USE_PYTHON),$(VENV)/bin/python)"
 # Folders without torch, checked strictly; those that exist.
 TYPED := $(wildcard $(addprefix megatron_elas/,spec schedule planner simulator control cli config.py prerequisites.py))
 
-.PHONY: help native demo test test-all check lint types imports format bench-communicator bench-recovery venv clean distclean
+.PHONY: help native demo test test-all check lint types imports format bench-communicator bench-recovery bench-detection venv clean distclean
 
 help:
 	@echo "make demo                train a tiny Llama, lose a worker, watch it go on"
@@ -25,6 +25,7 @@ help:
 	@echo "make check               style, types, import rules;  make format: mend the style"
 	@echo "make bench-communicator  process groups: ours against gloo, and a lost replica against torchft"
 	@echo "make bench-recovery      step time with and without --elastic; a lost worker against a restart; how recovery grows"
+	@echo "make bench-detection     from a killed or stopped worker to its agent's notice"
 	@echo "make clean               remove caches and build files;  make distclean: the environment too"
 
 # The C libraries of this checkout; quick when up to date. Without a compiler, Python code takes their place.
@@ -62,6 +63,9 @@ bench-communicator: native
 
 bench-recovery: native
 	@$(RUN) benchmarks/recovery.py $(ARGS)
+
+bench-detection: native
+	@$(RUN) benchmarks/detection.py $(ARGS)
 
 venv:
 	@$(if $(USE_PYTHON),:,scripts/setup_venv.sh)

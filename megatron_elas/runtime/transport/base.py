@@ -89,8 +89,8 @@ class Transport(Protocol):
     def send(self, channel: int, tag: int, part: Part) -> None:
         """Send, and return when the link has taken everything; nothing is copied.
 
-        Unlike ``exchange`` it does not listen to the link meanwhile, so another thread may receive on it. It comes behind
-        earlier posts of the link, and later ones behind it. Raises as ``exchange``.
+        Unlike ``exchange`` it does not listen to the link meanwhile, so another thread may receive on it. It comes
+        behind earlier posts of the link, and later ones behind it. Raises as ``exchange``.
         """
 
     def post(self, channel: int, tag: int, part: Part) -> None:
