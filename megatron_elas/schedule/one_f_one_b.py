@@ -23,6 +23,21 @@ def stock_warmup(stage: int, widths: Sequence[int]) -> int:
     return ahead
 
 
+def stock_warmups(widths: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """``stock_warmup`` of every stage.
+
+    Where all cells have as many items, whatever their sizes, micro-steps go through like through a single pipeline, and
+    a stage runs as many forward passes ahead as stages follow.
+
+    Args:
+        widths: Cells of every stage.
+        counts: Most items of a cell of every stage.
+    """
+    if len(set(counts)) == 1:
+        widths = [1] * len(widths)
+    return [stock_warmup(stage, widths) for stage in range(len(widths))]
+
+
 def one_f_one_b(
     items: Sequence[StageItems], warmups: Sequence[int] | None = None, *, flow: Flow | None = None
 ) -> Schedule:
@@ -37,20 +52,25 @@ def one_f_one_b(
     Raises:
         Deadlock: The warm-ups that were given cannot be carried out.
     """
+    return one_f_one_b_program(items, warmups, flow=flow).schedule
+
+
+def one_f_one_b_program(
+    items: Sequence[StageItems], warmups: Sequence[int] | None = None, *, flow: Flow | None = None
+) -> Program:
+    """As ``one_f_one_b``, ready to be timed."""
     flow = flow or Flow(items)
     if warmups is not None:
-        schedule = _build(items, warmups)
-        Program(schedule, flow)
-        return schedule
+        return Program(_build(items, warmups), flow)
     widths = [len(cells) for cells in items]
+    stock = stock_warmups(widths, [max(map(len, cells)) for cells in items])
     # Ends: once warm-ups are as long as the items are many, forward passes wait for no backward pass.
     for more in count():
-        schedule = _build(items, [stock_warmup(s, widths) + more * (len(widths) - 1 - s) for s in range(len(widths))])
+        schedule = _build(items, [ahead + more * (len(widths) - 1 - s) for s, ahead in enumerate(stock)])
         try:
-            Program(schedule, flow)
+            return Program(schedule, flow)
         except Deadlock:
             continue
-        return schedule
     raise AssertionError
 
 

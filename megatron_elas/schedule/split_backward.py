@@ -11,7 +11,7 @@ with those that fewer have, so that more never give a slower order.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,9 +19,9 @@ from megatron_elas.schedule.actions import CellItems, Schedule, StageItems
 from megatron_elas.schedule.checks import peak_samples
 from megatron_elas.schedule.greedy import NO_MATTER, Limit, Problem, Run, Taste
 from megatron_elas.schedule.items import count_samples
-from megatron_elas.schedule.one_f_one_b import one_f_one_b, stock_warmup
+from megatron_elas.schedule.one_f_one_b import one_f_one_b_program, stock_warmups
 from megatron_elas.schedule.routes import Flow
-from megatron_elas.schedule.timing import Deadlock, Durations, Program
+from megatron_elas.schedule.timing import Deadlock, Durations
 from megatron_elas.spec.cost import StageTimes
 
 ENOUGH = 1 + 1e-9
@@ -47,6 +47,8 @@ def split_backward(
     tries: int = 12,
     split: bool = True,
     flow: Flow | None = None,
+    measure: Callable[[Schedule], float] | None = None,
+    least_s: float | None = None,
 ) -> Found:
     """The best order found; never slower than 1F1B of the same items, where that fits the limits.
 
@@ -57,19 +59,22 @@ def split_backward(
         tries: Most orders to try, besides 1F1B. One takes some ten times as long as timing an order that is there.
         split: False: weight gradients stay part of backward passes.
         flow: Of the items, when there is one already.
+        measure: Seconds that a schedule is judged by, instead of those from its begin to its end.
+        least_s: What ``measure`` never falls below; without it, the bound of a step from begin to end.
 
     Raises:
         Deadlock: Memory is too small for every order that was tried.
     """
     flow = flow or Flow(items)
     problem = Problem(flow, durations, limits)
-    bound = bound_s(items, durations, limits, split=split)
+    bound = bound_s(items, durations, limits, split=split) if least_s is None else least_s
     tastes = _Tastes(flow, durations, split)
     best: Run | None = None
+    best_s = float("inf")
     failure: Deadlock | None = None
     count = 0
     for count, taste in enumerate(tastes, 1):
-        if count > tries or (best is not None and best.step_s <= bound * ENOUGH):
+        if count > tries or best_s <= bound * ENOUGH:
             count -= 1
             break
         try:
@@ -77,26 +82,31 @@ def split_backward(
         except Deadlock as error:
             failure = error
             continue
-        if best is None or run.step_s < best.step_s:
-            best = run
-        tastes.tell(taste, run.step_s)
-    stock = None if best is not None and best.step_s <= bound * ENOUGH else _stock(flow, durations, limits)
-    if stock is not None and (best is None or stock[1] < best.step_s):
+        seconds = measure(run.schedule()) if measure else run.step_s
+        if seconds < best_s:
+            best, best_s = run, seconds
+        tastes.tell(taste, seconds)
+    stock = None if best_s <= bound * ENOUGH else _stock(flow, durations, limits, measure)
+    if stock is not None and stock[1] < best_s:
         return Found(schedule=stock[0], step_s=stock[1], bound_s=bound, tries=count)
     if best is None:
-        assert failure is not None
-        raise failure
-    return Found(schedule=best.schedule(), step_s=best.step_s, bound_s=bound, tries=count)
+        raise failure or Deadlock("1F1B of these items does not fit the memory: allow tries, or make items smaller")
+    return Found(schedule=best.schedule(), step_s=best_s, bound_s=bound, tries=count)
 
 
-def _stock(flow: Flow, durations: Durations, limits: Sequence[Limit]) -> tuple[Schedule, float] | None:
+def _stock(
+    flow: Flow, durations: Durations, limits: Sequence[Limit], measure: Callable[[Schedule], float] | None
+) -> tuple[Schedule, float] | None:
     """1F1B and its seconds; None where it does not fit."""
-    schedule = one_f_one_b(flow.stages, flow=flow)
+    program = one_f_one_b_program(flow.stages, flow=flow)
+    schedule = program.schedule
     fits = all(
         peak_samples(schedule, stage, cell, limits[stage].kept_share) <= limits[stage].samples + 1e-9
         for stage, cell in schedule.cells()
     )
-    return (schedule, Program(schedule, flow).run(durations).step_s) if fits else None
+    if not fits:
+        return None
+    return schedule, measure(schedule) if measure else program.run(durations).step_s
 
 
 def bound_s(
@@ -170,7 +180,8 @@ class _Tastes:
     def __init__(self, flow: Flow, durations: Durations, split: bool) -> None:
         widths = [len(cells) for cells in flow.stages]
         self._split = split
-        self._stock = [stock_warmup(stage, widths) + 1 for stage in range(len(widths))]
+        counts = [max(map(len, cells)) for cells in flow.stages]
+        self._stock = [ahead + 1 for ahead in stock_warmups(widths, counts)]
         work = [
             max(sum(_work(times, own)) for times, own in zip(times_of, cells, strict=True))
             for times_of, cells in zip(durations.cells, flow.stages, strict=True)

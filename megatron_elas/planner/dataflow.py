@@ -1,0 +1,90 @@
+"""How a stage's samples are dealt to its cells, and what that means for the busiest of them.
+
+* ``reroute``: whole micro-batches move to other cells; their size stays.
+* ``reshape``: every cell has an item in every micro-step; sizes change, the number of items stays.
+* ``mix``: as many whole micro-batches for every cell as there are for all, and what remains cut into equal parts.
+
+A stage with all its cells keeps the stock deal whatever is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from megatron_elas.schedule.actions import StageItems
+from megatron_elas.schedule.items import cut, deal_round, reroute, reshape
+from megatron_elas.spec.job import JobSpec
+
+Deal = Literal["reroute", "reshape", "mix"]
+DEALS: tuple[Deal, ...] = ("reroute", "reshape", "mix")
+
+
+class Share(NamedTuple):
+    """What the busiest cell of a stage has in a step."""
+
+    samples: int
+    items: int
+    largest_item: int
+    """In samples."""
+
+
+def deal_items(job: JobSpec, rows: Sequence[int], deal: Deal) -> StageItems:
+    """Items of a stage.
+
+    Args:
+        job: Its batch and its rows.
+        rows: Of the stage's cells.
+        deal: How.
+
+    Raises:
+        NoFeasiblePlan: Fewer samples or micro-batches than cells.
+    """
+    count, size, all_rows = job.num_microbatches, job.micro_batch_size, job.data_parallel
+    if is_stock(job, rows):
+        return deal_round(count, size, all_rows)
+    if deal == "reshape":
+        return reshape(count, size, len(rows), all_rows)
+    if deal == "mix":
+        return cut(count * size, _mixed_sizes(job, len(rows)))
+    if len(set(rows)) == len(rows) and max(rows) < all_rows:
+        return reroute(count, size, rows, all_rows)
+    return deal_round(count, size, len(rows))
+
+
+def is_stock(job: JobSpec, rows: Sequence[int]) -> bool:
+    """Whether a stage has as many cells as at the job's begin."""
+    return len(rows) == job.data_parallel
+
+
+def is_possible(job: JobSpec, cells: int, deal: Deal) -> bool:
+    """Whether there is something for every cell."""
+    if deal == "reshape":
+        return cells <= job.data_parallel * job.micro_batch_size
+    return cells <= job.num_microbatches
+
+
+def busiest_share(job: JobSpec, cells: int, deal: Deal) -> Share:
+    """What the busiest cell has: as in ``deal_items``, without making items."""
+    count, size, rows = job.num_microbatches, job.micro_batch_size, job.data_parallel
+    if cells == rows or deal == "reroute":
+        items = -(-count // cells)
+        return Share(items * size, items, size)
+    if deal == "reshape":
+        steps = count // rows
+        small, larger = divmod(rows * size, cells)
+        return Share(steps * small + -(-steps * larger // cells), steps, small + (larger > 0))
+    sizes = _mixed_sizes(job, cells)
+    most = max(sizes, key=sum)
+    return Share(sum(most), len(most), max(most))
+
+
+def _mixed_sizes(job: JobSpec, cells: int) -> list[list[int]]:
+    whole, left = divmod(job.num_microbatches, cells)
+    size = job.micro_batch_size
+    small, larger = divmod(left * size, cells)
+    sizes = []
+    for cell in range(cells):
+        part = small + (cell < larger)
+        sizes.append([size] * whole + ([part] if part else []))
+    return sizes
