@@ -17,7 +17,7 @@ RUN := "$(or $(USE_PYTHON),$(VENV)/bin/python)"
 # Folders without torch, checked strictly; those that exist.
 TYPED := $(wildcard $(addprefix megatron_elas/,spec schedule planner simulator control cli config.py prerequisites.py))
 
-.PHONY: help native demo test test-all check lint types imports format bench-communicator bench-recovery bench-detection venv clean distclean
+.PHONY: help native demo test test-all check lint types imports format bench-communicator bench-recovery bench-detection bench-planner venv clean distclean
 
 help:
 	@echo "make demo                train a tiny Llama, lose a worker, watch it go on"
@@ -26,6 +26,7 @@ help:
 	@echo "make bench-communicator  process groups: ours against gloo, and a lost replica against torchft"
 	@echo "make bench-recovery      step time with and without --elastic; a lost worker against a restart; how recovery grows"
 	@echo "make bench-detection     from a killed or stopped worker to its agent's notice"
+	@echo "make bench-planner       predicted throughput after losses: our planner against other policies; time of a plan"
 	@echo "make clean               remove caches and build files;  make distclean: the environment too"
 
 # The C libraries of this checkout; quick when up to date. Without a compiler, Python code takes their place.
@@ -66,6 +67,9 @@ bench-recovery: native
 
 bench-detection: native
 	@$(RUN) benchmarks/detection.py $(ARGS)
+
+bench-planner: venv
+	@$(RUN) benchmarks/planner.py $(ARGS)
 
 venv:
 	@$(if $(USE_PYTHON),:,scripts/setup_venv.sh)

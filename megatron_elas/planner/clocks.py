@@ -28,12 +28,17 @@ def nominal(predictor: Predictor, prediction: Prediction) -> Clocked:
     return Clocked(clocks=clocks, timed=predictor.time(prediction.candidate, prediction.schedule, clocks))
 
 
-def boost(predictor: Predictor, prediction: Prediction) -> Clocked:
+def boost(predictor: Predictor, prediction: Prediction, start: Clocked | None = None) -> Clocked:
     """Raise the busiest stage a setting at a time, as long as it helps.
 
     Only stages busier than the mean are raised: a cluster that could run faster as a whole would do so anyway.
+
+    Args:
+        predictor: Of the situation.
+        prediction: Whose schedule is followed.
+        start: The nominal clocks, where they were timed already.
     """
-    best = nominal(predictor, prediction)
+    best = start or nominal(predictor, prediction)
     clock = predictor.situation.clock
     if clock is None:
         return best
@@ -53,15 +58,16 @@ def boost(predictor: Predictor, prediction: Prediction) -> Clocked:
     return best
 
 
-def slow(predictor: Predictor, prediction: Prediction, slack: float = 0.01) -> Clocked:
+def slow(predictor: Predictor, prediction: Prediction, start: Clocked | None = None, *, slack: float = 0.01) -> Clocked:
     """Lower the clocks of stages that wait, those that wait most first, to where they use least energy.
 
     Args:
         predictor: Of the situation.
         prediction: Whose schedule is followed.
+        start: The nominal clocks, where they were timed already.
         slack: How much longer the step may become in all, as a share of it.
     """
-    best = nominal(predictor, prediction)
+    best = start or nominal(predictor, prediction)
     clock = predictor.situation.clock
     if clock is None or best.timed.energy_j is None:
         return best

@@ -63,6 +63,76 @@ class _Sums(NamedTuple):
     """Of every first layer: one past the last that memory allows; at most the number of layers."""
 
 
+class Partitioner:
+    """Partitions of one job's layers. Keeps sums, so that many partitions cost less than each on its own."""
+
+    def __init__(self, cost: JobCost, memory_bytes: float) -> None:
+        """Prepare.
+
+        Args:
+            cost: Of the job.
+            memory_bytes: Of a device, as far as a plan may fill it.
+        """
+        self.cost, self.memory_bytes = cost, memory_bytes
+        self._memory = _Memory(cost)
+        self._works: dict[tuple[float, float, int, float], _Work] = {}
+        self._reaches: dict[tuple[StageLoad, bool, bool], list[int]] = {}
+
+    def find(self, loads: Sequence[StageLoad], homes: Sequence[int] | None = None) -> Partition:
+        """As ``partition``. Raises NoFeasiblePlan."""
+        layers, stages = self.cost.num_layers, len(loads)
+        if stages > layers:
+            raise NoFeasiblePlan(f"{layers} layers cannot fill {stages} stages: use a pipeline of at most {layers}")
+        sums = self._sums(loads)
+        least = float("inf")
+        best = _furthest(sums, least, layers)
+        if best is None:
+            raise NoFeasiblePlan(
+                f"{layers} layers do not fit {stages} stages of {[load.cells for load in loads]} cells with "
+                f"{self.memory_bytes / 1e9:.1f} GB each: use smaller micro-batches, recomputation or more stages"
+            )
+        low, least = 0.0, _busiest(sums, best)
+        while least - low > 1e-10 * least:
+            middle = (low + least) / 2
+            cuts = _furthest(sums, middle, layers)
+            if cuts is None:
+                low = middle
+            else:
+                best, least = cuts, _busiest(sums, cuts)
+        moved = 0
+        if homes is not None:
+            best, moved = _fewest_moves(self.cost, sums, least, best, homes)
+        return Partition(cuts=tuple(best), busiest_s=least, moved_parameters=moved)
+
+    def stage_seconds(self, cuts: Sequence[int], loads: Sequence[StageLoad]) -> tuple[float, ...]:
+        """Seconds that the busiest cell of every stage computes in a step, its share of the optimizer included."""
+        seconds = []
+        for stage, load in enumerate(loads):
+            work = self._work(load)
+            layers = work.layers[cuts[stage + 1]] - work.layers[cuts[stage]]
+            seconds.append(layers + work.extra(stage == 0, stage == len(loads) - 1))
+        return tuple(seconds)
+
+    def _work(self, load: StageLoad) -> _Work:
+        key = (load.samples, load.items, load.cells, load.clock)
+        found = self._works.get(key)
+        if found is None:
+            found = self._works[key] = _Work.of(self.cost, load)
+        return found
+
+    def _sums(self, loads: Sequence[StageLoad]) -> list[_Sums]:
+        sums = []
+        for stage, load in enumerate(loads):
+            first, last = stage == 0, stage == len(loads) - 1
+            work = self._work(load)
+            reach = self._reaches.get((load, first, last))
+            if reach is None:
+                reach = self._memory.reach(load, self.memory_bytes, first, last)
+                self._reaches[load, first, last] = reach
+            sums.append(_Sums(work.layers, work.extra(first, last), reach))
+        return sums
+
+
 def partition(
     cost: JobCost, loads: Sequence[StageLoad], memory_bytes: float, homes: Sequence[int] | None = None
 ) -> Partition:
@@ -77,42 +147,12 @@ def partition(
     Raises:
         NoFeasiblePlan: Fewer layers than stages, or memory is too small for any partition.
     """
-    layers, stages = cost.num_layers, len(loads)
-    if stages > layers:
-        raise NoFeasiblePlan(f"{layers} layers cannot fill {stages} stages: use a pipeline of at most {layers}")
-    sums = _sums(cost, loads, memory_bytes)
-    least = float("inf")
-    best = _furthest(sums, least, layers)
-    if best is None:
-        raise NoFeasiblePlan(
-            f"{layers} layers do not fit {stages} stages of {[load.cells for load in loads]} cells with "
-            f"{memory_bytes / 1e9:.1f} GB each: use smaller micro-batches, recomputation or more stages"
-        )
-    low, least = 0.0, _busiest(sums, best)
-    while least - low > 1e-10 * least:
-        middle = (low + least) / 2
-        cuts = _furthest(sums, middle, layers)
-        if cuts is None:
-            low = middle
-        else:
-            best, least = cuts, _busiest(sums, cuts)
-    moved = 0
-    if homes is not None:
-        best, moved = _fewest_moves(cost, sums, least, best, homes)
-    return Partition(cuts=tuple(best), busiest_s=least, moved_parameters=moved)
+    return Partitioner(cost, memory_bytes).find(loads, homes)
 
 
 def stage_seconds(cost: JobCost, cuts: Sequence[int], loads: Sequence[StageLoad]) -> tuple[float, ...]:
     """Seconds that the busiest cell of every stage computes in a step, its share of the optimizer included."""
-    columns: dict[tuple[float, float, int, float], list[float]] = {}
-    seconds = []
-    for stage, load in enumerate(loads):
-        key = (load.samples, load.items, load.cells, load.clock)
-        if key not in columns:
-            columns[key] = _work(cost, cost.layers, load)
-        work = columns[key]
-        seconds.append(work[cuts[stage + 1]] - work[cuts[stage]] + _extra(cost, loads, stage))
-    return tuple(seconds)
+    return Partitioner(cost, 0).stage_seconds(cuts, loads)
 
 
 def moved_parameters(cost: JobCost, cuts: Sequence[int], homes: Sequence[int]) -> int:
@@ -125,40 +165,36 @@ def moved_parameters(cost: JobCost, cuts: Sequence[int], homes: Sequence[int]) -
     )
 
 
-def _sums(cost: JobCost, loads: Sequence[StageLoad], memory_bytes: float) -> list[_Sums]:
-    works: dict[tuple[float, float, int, float], list[float]] = {}
-    memory = _Memory(cost)
-    sums = []
-    for stage, load in enumerate(loads):
-        key = (load.samples, load.items, load.cells, load.clock)
-        if key not in works:
-            works[key] = _work(cost, cost.layers, load)
-        first, last = stage == 0, stage == len(loads) - 1
-        sums.append(_Sums(works[key], _extra(cost, loads, stage), memory.reach(load, memory_bytes, first, last)))
-    return sums
+class _Work(NamedTuple):
+    """Seconds of one kind of load."""
 
+    layers: list[float]
+    """Of the first ``j`` layers."""
+    embedding: float
+    after: float
+    """Head and loss."""
 
-def _work(cost: JobCost, units: Sequence[UnitCost], load: StageLoad) -> list[float]:
-    """Running sums of what each unit adds to a step."""
-    known: dict[int, float] = {}
-    share = load.cells if cost.optimizer_sharded else 1
-    each = []
-    for unit in units:
-        # Layers are often one and the same object.
-        seconds = known.get(id(unit))
-        if seconds is None:
+    @staticmethod
+    def of(cost: JobCost, load: StageLoad) -> _Work:
+        """All sums."""
+        share = load.cells if cost.optimizer_sharded else 1
+
+        def seconds(unit: UnitCost) -> float:
             passes = (unit.forward, unit.input_gradient, unit.weight_gradient)
-            seconds = sum(load.samples * work.sample_s(load.clock) + load.items * work.fixed_s for work in passes)
-            known[id(unit)] = seconds = seconds + unit.optimizer_s / share
-        each.append(seconds)
-    return list(accumulate(each, initial=0.0))
+            each = sum(load.samples * work.sample_s(load.clock) + load.items * work.fixed_s for work in passes)
+            return each + unit.optimizer_s / share
 
+        # Layers are often one and the same object.
+        known = {id(unit): seconds(unit) for unit in {id(unit): unit for unit in cost.layers}.values()}
+        return _Work(
+            list(accumulate([known[id(unit)] for unit in cost.layers], initial=0.0)),
+            seconds(cost.embedding),
+            seconds(cost.head) + seconds(cost.loss),
+        )
 
-def _extra(cost: JobCost, loads: Sequence[StageLoad], stage: int) -> float:
-    units = (cost.embedding,) if stage == 0 else ()
-    if stage == len(loads) - 1:
-        units = (*units, cost.head, cost.loss)
-    return _work(cost, units, loads[stage])[-1]
+    def extra(self, is_first: bool, is_last: bool) -> float:
+        """Of what a stage has besides its layers."""
+        return (self.embedding if is_first else 0.0) + (self.after if is_last else 0.0)
 
 
 class _Memory:

@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from megatron_elas.planner.cost_model import stage_durations, stage_limits
 from megatron_elas.planner.dataflow import Deal, busiest_share, deal_items
 from megatron_elas.planner.partition import StageLoad
 from megatron_elas.planner.situation import Rows, Situation, divided
-from megatron_elas.schedule.actions import CellItems, Schedule, StageItems
+from megatron_elas.schedule.actions import Schedule, StageItems
 from megatron_elas.schedule.greedy import Limit
 from megatron_elas.schedule.items import count_samples, micro_batch
 from megatron_elas.schedule.one_f_one_b import stock_warmups
@@ -89,6 +90,21 @@ class Timed:
     """Of every stage: seconds that its busiest cell computes."""
 
 
+class _Dealt(NamedTuple):
+    """Items of all stages, with what is often asked of them."""
+
+    items: tuple[StageItems, ...]
+    flow: Flow
+    shares: tuple[tuple[tuple[int, int], ...], ...]
+    """``shares[stage][cell]``: samples and items."""
+
+    @staticmethod
+    def of(items: tuple[StageItems, ...]) -> _Dealt:
+        """From the items alone."""
+        shares = tuple(tuple((count_samples(own), len(own)) for own in cells) for cells in items)
+        return _Dealt(items, Flow(items), shares)
+
+
 class Predictor:
     """Times candidates for one situation."""
 
@@ -100,7 +116,7 @@ class Predictor:
         """So far: one for each candidate, and one for each order that was tried for it beyond the first."""
         self._program: Program | None = None
         """The one that was timed last."""
-        self._flows: dict[object, tuple[tuple[StageItems, ...], Flow]] = {}
+        self._flows: dict[object, _Dealt] = {}
 
     def predict(self, candidate: Candidate, tries: int = 1) -> Prediction:
         """The candidate with the best of some orders.
@@ -112,7 +128,7 @@ class Predictor:
         Raises:
             Deadlock: Memory is too small for all of them.
         """
-        items, flow = self._items(candidate)
+        items, flow, shares = self._items(candidate)
         durations, limits = self._durations(candidate), self._limits(candidate, items)
         tails = self.tails(candidate)
 
@@ -121,7 +137,7 @@ class Predictor:
 
         least = None
         if self.staggered:
-            least = max(map(_busiest_s, durations.cells, items))
+            least = max(map(max, _work_s(durations, shares)))
         found = split_backward(
             items,
             durations,
@@ -135,7 +151,7 @@ class Predictor:
         self.evaluations += max(1, found.tries)
         tail = 0.0 if self.staggered else max(tails)
         step_s = found.step_s + tail
-        work = [list(map(_work_s, times, cells)) for times, cells in zip(durations.cells, items, strict=True)]
+        work = _work_s(durations, shares)
         return Prediction(
             candidate=candidate,
             step_s=step_s,
@@ -146,7 +162,7 @@ class Predictor:
 
     def time(self, candidate: Candidate, schedule: Schedule, clocks: Sequence[float] | None = None) -> Timed:
         """The same order at other clocks."""
-        items, flow = self._items(candidate)
+        _, flow, shares = self._items(candidate)
         durations, tails = self._durations(candidate, clocks), self.tails(candidate)
         if self._program is None or self._program.schedule is not schedule:
             self._program = Program(schedule, flow)
@@ -155,7 +171,7 @@ class Predictor:
             step_s = _period_s(program, durations, tails)
         else:
             step_s = program.run(durations).step_s + max(tails)
-        work = [list(map(_work_s, times, cells)) for times, cells in zip(durations.cells, items, strict=True)]
+        work = _work_s(durations, shares)
         return Timed(
             step_s=step_s,
             energy_j=self._energy(candidate, work, step_s, clocks),
@@ -186,7 +202,7 @@ class Predictor:
             total += each if self.exact else each * candidate.widths[stage]
         return total * self.situation.job.tensor_parallel
 
-    def _items(self, candidate: Candidate) -> tuple[tuple[StageItems, ...], Flow]:
+    def _items(self, candidate: Candidate) -> _Dealt:
         dealt = (candidate.rows, candidate.deals) if self.exact else candidate.num_stages
         key = (dealt, candidate.size)
         found = self._flows.get(key)
@@ -198,12 +214,12 @@ class Predictor:
                 width = job.data_parallel * job.micro_batch_size
                 steps = job.num_microbatches // job.data_parallel
                 items = ((tuple(micro_batch(m, width) for m in range(steps)),),) * candidate.num_stages
-            found = self._flows[key] = items, Flow(items)
+            found = self._flows[key] = _Dealt.of(items)
         return found
 
     def _durations(self, candidate: Candidate, clocks: Sequence[float] | None = None) -> Durations:
         situation = self.situation
-        items, _ = self._items(candidate)
+        items = self._items(candidate).items
         exact = stage_durations(situation.cost, candidate.cuts, items, clocks=clocks, link=situation.link)
         if self.exact:
             return exact
@@ -285,9 +301,12 @@ def _scaled(times: StageTimes, samples: float, passes: float) -> StageTimes:
     return StageTimes(forward=forward, input_gradient=input_gradient, weight_gradient=weight_gradient)
 
 
-def _work_s(times: StageTimes, own: CellItems) -> float:
-    return count_samples(own) * times.sample_s + len(own) * times.fixed_s
-
-
-def _busiest_s(all_times: Sequence[StageTimes], cells: StageItems) -> float:
-    return max(map(_work_s, all_times, cells))
+def _work_s(durations: Durations, shares: Sequence[Sequence[tuple[int, int]]]) -> list[list[float]]:
+    """Seconds that every cell of every stage computes."""
+    return [
+        [
+            samples * times.sample_s + items * times.fixed_s
+            for times, (samples, items) in zip(all_times, own, strict=True)
+        ]
+        for all_times, own in zip(durations.cells, shares, strict=True)
+    ]

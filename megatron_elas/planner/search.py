@@ -2,7 +2,8 @@
 
 Objective, in this order:
 
-1. least predicted step time;
+1. least predicted step time, to which a hundredth is added where cells change their stage: the whole state of a stage
+   then goes to each of them, which a smaller gain does not pay for;
 2. fewest parameters moved between stages;
 3. fewest changes: the job's own micro-batches before parts of them, backward whole before split;
 4. the candidate that came first.
@@ -22,12 +23,14 @@ from itertools import pairwise
 
 from megatron_elas.planner.dataflow import DEALS, Deal, busiest_share, is_possible, is_stock
 from megatron_elas.planner.layouts import Layout, list_layouts
-from megatron_elas.planner.partition import moved_parameters, partition, stage_seconds
+from megatron_elas.planner.partition import Partitioner, moved_parameters
 from megatron_elas.planner.prediction import Candidate, Prediction, Predictor, stage_loads
 from megatron_elas.planner.situation import Situation, divided, homes_of
 from megatron_elas.schedule.timing import Deadlock
 from megatron_elas.spec.errors import NoFeasiblePlan
 
+CELL_MOVE = 0.01
+"""Share of the step time that a plan has to win by moving cells."""
 _SAME = 1e-9
 """Times as near as this are equal: sums in another order."""
 _ITEMS_PER_STAGE = 8
@@ -112,10 +115,17 @@ def stay(situation: Situation, *, deal: Deal = "reroute", split: bool = False) -
     )
 
 
-def with_best_layers(situation: Situation, candidate: Candidate) -> Candidate:
+def objective_s(prediction: Prediction) -> float:
+    """Seconds that predictions are compared by."""
+    origins = prediction.candidate.origins
+    moved = any(len(set(own)) > 1 for own in origins)
+    return prediction.step_s * (1 + CELL_MOVE if moved else 1)
+
+
+def with_best_layers(situation: Situation, candidate: Candidate, partitioner: Partitioner | None = None) -> Candidate:
     """The candidate with the partition that suits it. Raises NoFeasiblePlan."""
-    loads = stage_loads(situation, candidate)
-    found = partition(situation.cost, loads, situation.memory_bytes, homes(situation, candidate))
+    partitioner = partitioner or Partitioner(situation.cost, situation.memory_bytes)
+    found = partitioner.find(stage_loads(situation, candidate), homes(situation, candidate))
     return replace(candidate, cuts=found.cuts)
 
 
@@ -128,6 +138,7 @@ class _Search:
     def __init__(self, predictor: Predictor, freedom: Freedom, seeds: Sequence[Candidate]) -> None:
         self.predictor, self.freedom, self.seeds = predictor, freedom, seeds
         self.situation = predictor.situation
+        self.partitioner = Partitioner(self.situation.cost, self.situation.memory_bytes)
         self.best: Prediction | None = None
         self.nothing: Prediction | None = None
         self.tried: dict[Candidate, int] = {}
@@ -174,8 +185,9 @@ class _Search:
             self.best = found
 
     def _is_better(self, new: Prediction, old: Prediction) -> bool:
-        if abs(new.step_s - old.step_s) > _SAME * min(new.step_s, old.step_s):
-            return new.step_s < old.step_s
+        new_s, old_s = objective_s(new), objective_s(old)
+        if abs(new_s - old_s) > _SAME * min(new_s, old_s):
+            return new_s < old_s
         return self._changes(new.candidate) < self._changes(old.candidate)
 
     def _changes(self, candidate: Candidate) -> tuple[int, int, bool]:
@@ -188,7 +200,7 @@ class _Search:
 
     def _partitioned(self, candidate: Candidate) -> Iterator[tuple[Candidate, int]]:
         try:
-            yield with_best_layers(self.situation, candidate), 0
+            yield with_best_layers(self.situation, candidate, self.partitioner), 0
         except NoFeasiblePlan:
             return
 
@@ -202,9 +214,10 @@ class _Search:
                         rows=layout.rows, origins=layout.origins, cuts=(), deals=deals, size=size, split=False
                     )
                     for cuts in self._cuts(plain):
-                        for split in (True, False) if self.freedom.split else (False,):
-                            candidate = replace(plain, cuts=cuts, split=split)
-                            found.setdefault(candidate, (self._estimate(candidate), len(found)))
+                        whole_s, split_s = self._estimates(replace(plain, cuts=cuts))
+                        if self.freedom.split:
+                            found.setdefault(replace(plain, cuts=cuts, split=True), (split_s, len(found)))
+                        found.setdefault(replace(plain, cuts=cuts), (whole_s, len(found)))
         return sorted(found, key=found.__getitem__)
 
     def _sizes(self, stages: int) -> list[int]:
@@ -243,7 +256,7 @@ class _Search:
         cuts = []
         if self.freedom.layers:
             with suppress(NoFeasiblePlan):
-                cuts.append(with_best_layers(self.situation, candidate).cuts)
+                cuts.append(with_best_layers(self.situation, candidate, self.partitioner).cuts)
         if candidate.num_stages == self.situation.num_stages and self.situation.cuts not in cuts:
             cuts.append(self.situation.cuts)
         return cuts
@@ -255,15 +268,17 @@ class _Search:
             for rows, deal in zip(candidate.rows, candidate.deals, strict=True)
         )
 
-    def _estimate(self, candidate: Candidate) -> float:
-        """The busiest stage, and a share of the time in which the others fill and drain the pipeline."""
+    def _estimates(self, candidate: Candidate) -> tuple[float, float]:
+        """Seconds without and with split backward: the busiest stage, and what others take to fill the pipeline."""
         loads = stage_loads(self.situation, candidate)
-        busy = stage_seconds(self.situation.cost, candidate.cuts, loads)
+        busy = self.partitioner.stage_seconds(candidate.cuts, loads)
         items = [seconds / load.items for seconds, load in zip(busy, loads, strict=True)]
-        fill = 0.15 if self.freedom.staggered else 0.45 if candidate.split else 1.0
-        return max(seconds + fill * (sum(items) - own) for seconds, own in zip(busy, items, strict=True)) + max(
-            self.predictor.tails(candidate)
+        tail = max(self.predictor.tails(candidate))
+        whole, split = (
+            max(seconds + share * (sum(items) - own) for seconds, own in zip(busy, items, strict=True)) + tail
+            for share in ((0.15, 0.15) if self.freedom.staggered else (1.0, 0.45))
         )
+        return whole, split
 
     def _neighbours(self, tries: int) -> Iterator[tuple[Candidate, int]]:
         """One layer from one stage to another, those between passing theirs on; again from what got better."""
@@ -283,7 +298,7 @@ class _Search:
             best = self.best
 
     def _shifted(self, candidate: Candidate) -> Iterator[Candidate]:
-        busy = stage_seconds(self.situation.cost, candidate.cuts, stage_loads(self.situation, candidate))
+        busy = self.partitioner.stage_seconds(candidate.cuts, stage_loads(self.situation, candidate))
         slow_first = sorted(range(len(busy)), key=lambda stage: -busy[stage])
         for giver in slow_first[: max(2, len(busy) // 2)]:
             for taker in reversed(slow_first):

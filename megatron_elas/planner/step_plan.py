@@ -242,13 +242,14 @@ def make_plan(
     freedom = freedom or Freedom()
     predictor = Predictor(situation, exact=effort.exact, staggered=freedom.staggered)
     found = search(predictor, freedom, effort.evaluations, seeds)
+    nominal = _clocks.nominal(predictor, found.best)
     return StepPlan(
         situation=situation,
         prediction=found.best,
         nothing=found.nothing,
-        nominal=_clocks.nominal(predictor, found.best),
-        boosted=_clocks.boost(predictor, found.best),
-        slowed=_clocks.slow(predictor, found.best),
+        nominal=nominal,
+        boosted=_clocks.boost(predictor, found.best, nominal),
+        slowed=_clocks.slow(predictor, found.best, nominal),
         freedom=freedom,
         effort=effort,
         evaluations=found.evaluations,

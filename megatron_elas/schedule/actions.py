@@ -48,6 +48,9 @@ class Item(NamedTuple):
     @property
     def samples(self) -> int:
         """How many."""
+        if len(self.ranges) == 1:  # Nearly always, and asked for often.
+            start, stop = self.ranges[0]
+            return stop - start
         return sum(stop - start for start, stop in self.ranges)
 
 

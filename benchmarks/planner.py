@@ -1,0 +1,200 @@
+"""Throughput after one and two losses: our planner against other policies, all under the same costs and timing.
+
+    make bench-planner
+    make bench-planner ARGS="--grids pp8dp2m32b2 --staggered"
+
+Predicted, on the profiles of a job and a device; nothing is trained. For every grid and loss a line of a table, then
+lines ``RESULT name=value unit``:
+
+* ``share@GRID/LOSS``: samples per second after the loss, relative to stock 1F1B without a loss and to the share of
+  cells that are left; 1 is as good as the cells that are left;
+* ``vs_POLICY@GRID/LOSS``: samples per second of ours relative to that policy's; ``no plan`` where it cannot go on;
+* ``share_min``, ``vs_POLICY_min``: the least of all; ``share_min@m>=4pp``: of grids with four micro-batches per stage
+  and row, or more; ``vs_POLICY_min@paper``: of grids like those of the ElasWave paper: two rows and a deep pipeline;
+* ``plan_ms@96``, ``plan_s@100000``: median processor time of a plan made while workers wait.
+
+A grid is written ``pp8dp2m32b2``: stages, rows, micro-batches per row, samples in each. ReCycle's optimizers are
+staggered as in its paper; ours are not unless ``--staggered`` is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import replace
+
+from megatron_elas.planner.policies import POLICIES, PolicyStep, ours, stock
+from megatron_elas.planner.situation import Situation
+from megatron_elas.planner.step_plan import QUICK, Effort, make_plan
+from megatron_elas.spec.cluster import Cluster, load_cluster
+from megatron_elas.spec.errors import NoFeasiblePlan
+from megatron_elas.spec.job_profile import JobProfile, load_job
+
+GRIDS = (
+    "pp4dp2m16b2",
+    "pp4dp2m64b2",
+    "pp4dp3m8b4",
+    "pp4dp3m32b3",
+    "pp4dp6m8b1",
+    "pp4dp6m32b1",
+    "pp8dp2m16b6",
+    "pp8dp2m32b2",
+    "pp8dp3m32b2",
+    "pp8dp6m16b1",
+    "pp12dp2m24b6",
+    "pp12dp2m48b2",
+    "pp12dp3m24b2",
+    "pp12dp6m24b1",
+)
+PAPER_LIKE = ("pp8dp2m16b6", "pp8dp2m32b2", "pp12dp2m24b6", "pp12dp2m48b2")
+RIVALS = ("recycle", "torchft", "oobleck", "elaswave", "restart")
+
+
+def read_grid(text: str) -> tuple[int, int, int, int]:
+    """Stages, rows, micro-batches per row, samples of each."""
+    found = re.fullmatch(r"pp(\d+)dp(\d+)m(\d+)b(\d+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no grid: write one such as pp8dp2m32b2")
+    stages, rows, steps, size = map(int, found.groups())
+    return stages, rows, steps, size
+
+
+def list_losses(stages: int, rows: int) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Cells (stage, row) that are lost, by name. With two rows both losses are in one, so that a replica is left."""
+    middle = stages // 2
+    losses: dict[str, tuple[tuple[int, int], ...]] = {
+        "first": ((0, 0),),
+        "middle": ((middle, 0),),
+        "last": ((stages - 1, 0),),
+        "two_stages": ((0, 0), (middle, 0 if rows == 2 else 1)),
+    }
+    if rows > 2:
+        losses["one_stage"] = ((middle, 0), (middle, 1))
+    return losses
+
+
+def bound_of(step: PolicyStep, share: float) -> str:
+    """What stands between a plan and the share of cells that are left."""
+    if share >= 1 or step.plan is None:
+        return "-"
+    busy = step.plan.nominal.timed.busy_s
+    if max(busy) > 1.03 * sum(busy) / len(busy):
+        return "whole layers and samples"
+    return "filling the pipeline" if step.step_s < 1.02 * step.plan.prediction.bound_s else "order"
+
+
+class Table:
+    """Prints a line per loss, and keeps what is least."""
+
+    def __init__(self) -> None:
+        self.shares: dict[str, float] = {}
+        self.ratios: dict[str, dict[str, float]] = defaultdict(dict)
+        self.results: list[str] = []
+        titles = "".join(f"{'vs ' + name:>13}" for name in RIVALS)
+        print(f"{'grid':14}{'loss':12}{'share':>7}{titles}  bound")
+
+    def add(self, grid: str, loss: str, share: float, ratios: dict[str, float | None], bound: str) -> None:
+        """One loss."""
+        name = f"{grid}/{loss}"
+        columns = "".join(f"{'no plan' if ratios[r] is None else format(ratios[r], '.3f'):>13}" for r in RIVALS)
+        print(f"{grid:14}{loss:12}{share:7.3f}{columns}  {bound}", flush=True)
+        self.shares[name] = share
+        self.results.append(f"share@{name}={share:.3f} ratio")
+        for rival, ratio in ratios.items():
+            self.results.append(f"vs_{rival}@{name}={'no plan' if ratio is None else f'{ratio:.3f}'} ratio")
+            if ratio is not None:
+                self.ratios[rival][name] = ratio
+
+    def print_results(self) -> None:
+        """All RESULT lines."""
+        print()
+        for line in self.results:
+            print(f"RESULT {line}")
+        print(f"RESULT share_min={min(self.shares.values()):.3f} ratio")
+        many = [share for name, share in self.shares.items() if _is_long(name)]
+        if many:
+            print(f"RESULT share_min@m>=4pp={min(many):.3f} ratio")
+        for rival, ratios in self.ratios.items():
+            print(f"RESULT vs_{rival}_min={min(ratios.values()):.3f} ratio")
+            paper = [ratio for name, ratio in ratios.items() if name.partition("/")[0] in PAPER_LIKE]
+            if paper:
+                print(f"RESULT vs_{rival}_min@paper={min(paper):.3f} ratio", flush=True)
+
+
+def _is_long(name: str) -> bool:
+    stages, _, steps, _ = read_grid(name.partition("/")[0])
+    return steps >= 4 * stages
+
+
+def compare(job: JobProfile, cluster: Cluster, grid: str, table: Table, *, staggered: bool, effort: Effort) -> None:
+    """All losses of a grid."""
+    stages, rows, steps, size = read_grid(grid)
+    own = job.with_grid(
+        pipeline_parallel=stages, data_parallel=rows, num_microbatches=steps * rows, micro_batch_size=size
+    )
+    begin = Situation.of(own, cluster)
+    whole = stock(begin)
+    for loss, lost in list_losses(stages, rows).items():
+        step = ours(begin, lost, staggered=staggered, effort=effort)
+        share = step.samples_per_s / whole.samples_per_s / begin.without(lost).surviving_share
+        ratios: dict[str, float | None] = {}
+        for rival in RIVALS:
+            try:
+                ratios[rival] = step.samples_per_s / POLICIES[rival](begin, lost).samples_per_s
+            except NoFeasiblePlan:
+                ratios[rival] = None
+        table.add(grid, loss, share, ratios, bound_of(step, share))
+
+
+def planning_s(situation: Situation, times: int) -> float:
+    """Median processor time of a plan made while workers wait."""
+    seconds = []
+    for _ in range(times):
+        begin = time.process_time()
+        make_plan(situation, effort=QUICK)
+        seconds.append(time.process_time() - begin)
+    return statistics.median(seconds)
+
+
+def print_planning_times() -> None:
+    """For 96 and for 100,000 workers."""
+    small = Situation.of(load_job("llama2-34b"), load_cluster("npu-96"), [(1, 2)])
+    print(f"RESULT plan_ms@96={planning_s(small, 31) * 1e3:.1f} ms")
+    many = load_job("llama2-70b").with_grid(pipeline_parallel=16, data_parallel=781, num_microbatches=781 * 64)
+    large = Situation.of(many, load_cluster("npu-100k"), [(3, 5)])
+    print(f"RESULT plan_s@100000={planning_s(large, 5):.2f} s")
+
+
+def main() -> None:
+    """Parse, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grids", nargs="*", default=list(GRIDS), metavar="GRID")
+    parser.add_argument("--job", default="llama2-34b")
+    parser.add_argument("--cluster", default="npu-96", help="its devices and links; more of them where a grid needs it")
+    parser.add_argument("--tensor-parallel", type=int, default=8)
+    parser.add_argument("--evaluations", type=int, default=120, help="orders that ours may time")
+    parser.add_argument("--staggered", action="store_true", help="ours staggers its optimizers too")
+    args = parser.parse_args()
+    job = load_job(args.job)
+    job = replace(job, spec=replace(job.spec, tensor_parallel=args.tensor_parallel))
+    print(f"{args.job}, TP{args.tensor_parallel}, {args.cluster}; Python {platform.python_version()} on {machine()}")
+    table = Table()
+    for grid in args.grids:
+        effort = Effort(evaluations=args.evaluations, exact=True)
+        compare(job, load_cluster(args.cluster), grid, table, staggered=args.staggered, effort=effort)
+    table.print_results()
+    print_planning_times()
+
+
+def machine() -> str:
+    """Processors, and how busy they are."""
+    return f"{os.cpu_count()} x {platform.machine()}, load {os.getloadavg()[0]:.1f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The planner's benchmark: which losses it tries, and the lines it prints."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from benchmarks.planner import GRIDS, Table, compare, list_losses, read_grid
+from megatron_elas.planner.step_plan import Effort
+from megatron_elas.spec.cluster import load_cluster
+from megatron_elas.spec.job_profile import load_job
+
+
+def test_grids_are_written_in_short() -> None:
+    assert read_grid("pp8dp2m32b6") == (8, 2, 32, 6)
+    with pytest.raises(argparse.ArgumentTypeError, match="'8x2' is no grid"):
+        read_grid("8x2")
+    assert len(GRIDS) >= 12 and len(set(map(read_grid, GRIDS))) == len(GRIDS)
+
+
+def test_no_loss_empties_a_stage() -> None:
+    assert set(list_losses(4, 2)) == {"first", "middle", "last", "two_stages"}
+    assert list_losses(4, 3)["one_stage"] == ((2, 0), (2, 1))
+
+
+def test_every_loss_gives_its_results(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table()
+    job = load_job("llama2-34b")
+    compare(
+        job, load_cluster("npu-96"), "pp4dp2m4b1", table, staggered=False, effort=Effort(evaluations=6, exact=True)
+    )
+    table.print_results()
+    printed = capsys.readouterr().out
+    for loss in list_losses(4, 2):
+        assert f"RESULT share@pp4dp2m4b1/{loss}=" in printed
+        assert f"RESULT vs_recycle@pp4dp2m4b1/{loss}=" in printed
+    assert "RESULT share_min=" in printed and "RESULT vs_recycle_min=" in printed
