@@ -1,20 +1,24 @@
 """Throughput after one and two losses: our planner against other policies, all under the same costs and timing.
 
     make bench-planner
-    make bench-planner ARGS="--grids pp8dp2m32b2 --staggered"
+    make bench-planner ARGS="--grids pp8dp2m32b2"
 
 Predicted, on the profiles of a job and a device; nothing is trained. For every grid and loss a line of a table, then
 lines ``RESULT name=value unit``:
 
 * ``share@GRID/LOSS``: samples per second after the loss, relative to stock 1F1B without a loss and to the share of
   cells that are left; 1 is as good as the cells that are left;
+* ``own@GRID/LOSS``: the same, relative to what ours predicts without a loss instead of stock 1F1B;
 * ``vs_POLICY@GRID/LOSS``: samples per second of ours relative to that policy's; ``no plan`` where it cannot go on;
-* ``share_min``, ``vs_POLICY_min``: the least of all; ``share_min@m>=4pp``: of grids with four micro-batches per stage
-  and row, or more; ``vs_POLICY_min@paper``: of grids like those of the ElasWave paper: two rows and a deep pipeline;
+* ``share_min``, ``own_min``, ``vs_POLICY_min``: the least of all; ``share_min@m>=4pp``: of grids with four
+  micro-batches per stage and row, or more; ``vs_POLICY_min@paper``: of grids like those that ElasWave is about: two
+  rows and a deep pipeline, which are ``PAPER_LIKE`` below;
 * ``plan_ms@96``, ``plan_s@100000``: median processor time of a plan made while workers wait.
 
-A grid is written ``pp8dp2m32b2``: stages, rows, micro-batches per row, samples in each. ReCycle's optimizers are
-staggered as in its paper; ours are not unless ``--staggered`` is given.
+A grid is written ``pp8dp2m32b2``: stages, rows, micro-batches per row, samples in each.
+
+ReCycle staggers its optimizers; the others, stock 1F1B, and all figures of ours but one are synchronous. That one is
+``vs_recycle``, where both are staggered; ``sync_vs_recycle`` is ours, synchronous, against ReCycle, staggered.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 
-from megatron_elas.planner.policies import POLICIES, PolicyStep, ours, stock
+from megatron_elas.planner.policies import POLICIES, PolicyStep, ours, recycle, stock
 from megatron_elas.planner.situation import Situation
 from megatron_elas.planner.step_plan import QUICK, Effort, make_plan
 from megatron_elas.spec.cluster import Cluster, load_cluster
@@ -45,14 +49,17 @@ GRIDS = (
     "pp8dp2m16b6",
     "pp8dp2m32b2",
     "pp8dp3m32b2",
+    "pp8dp6m8b1",
     "pp8dp6m16b1",
     "pp12dp2m24b6",
     "pp12dp2m48b2",
     "pp12dp3m24b2",
+    "pp12dp3m12b2",
     "pp12dp6m24b1",
 )
 PAPER_LIKE = ("pp8dp2m16b6", "pp8dp2m32b2", "pp12dp2m24b6", "pp12dp2m48b2")
-RIVALS = ("recycle", "torchft", "oobleck", "elaswave", "restart")
+COLUMNS = ("vs_recycle", "sync_vs_recycle", "vs_torchft", "vs_oobleck", "vs_elaswave", "vs_restart")
+RIVALS = ("torchft", "oobleck", "elaswave", "restart")
 
 
 def read_grid(text: str) -> tuple[int, int, int, int]:
@@ -93,20 +100,22 @@ class Table:
 
     def __init__(self) -> None:
         self.shares: dict[str, float] = {}
+        self.owns: list[float] = []
         self.ratios: dict[str, dict[str, float]] = defaultdict(dict)
         self.results: list[str] = []
-        titles = "".join(f"{'vs ' + name:>13}" for name in RIVALS)
-        print(f"{'grid':14}{'loss':12}{'share':>7}{titles}  bound")
+        titles = "".join(f"{name:>17}" for name in COLUMNS)
+        print(f"{'grid':14}{'loss':12}{'share':>7}{'own':>7}{titles}  bound")
 
-    def add(self, grid: str, loss: str, share: float, ratios: dict[str, float | None], bound: str) -> None:
+    def add(self, grid: str, loss: str, share: float, own: float, ratios: dict[str, float | None], bound: str) -> None:
         """One loss."""
         name = f"{grid}/{loss}"
-        columns = "".join(f"{'no plan' if ratios[r] is None else format(ratios[r], '.3f'):>13}" for r in RIVALS)
-        print(f"{grid:14}{loss:12}{share:7.3f}{columns}  {bound}", flush=True)
+        columns = "".join(f"{_text(ratios[column]):>17}" for column in COLUMNS)
+        print(f"{grid:14}{loss:12}{share:7.3f}{own:7.3f}{columns}  {bound}", flush=True)
         self.shares[name] = share
-        self.results.append(f"share@{name}={share:.3f} ratio")
+        self.owns.append(own)
+        self.results += [f"share@{name}={share:.3f} ratio", f"own@{name}={own:.3f} ratio"]
         for rival, ratio in ratios.items():
-            self.results.append(f"vs_{rival}@{name}={'no plan' if ratio is None else f'{ratio:.3f}'} ratio")
+            self.results.append(f"{rival}@{name}={_text(ratio)} ratio")
             if ratio is not None:
                 self.ratios[rival][name] = ratio
 
@@ -116,14 +125,19 @@ class Table:
         for line in self.results:
             print(f"RESULT {line}")
         print(f"RESULT share_min={min(self.shares.values()):.3f} ratio")
+        print(f"RESULT own_min={min(self.owns):.3f} ratio")
         many = [share for name, share in self.shares.items() if _is_long(name)]
         if many:
             print(f"RESULT share_min@m>=4pp={min(many):.3f} ratio")
         for rival, ratios in self.ratios.items():
-            print(f"RESULT vs_{rival}_min={min(ratios.values()):.3f} ratio")
+            print(f"RESULT {rival}_min={min(ratios.values()):.3f} ratio")
             paper = [ratio for name, ratio in ratios.items() if name.partition("/")[0] in PAPER_LIKE]
             if paper:
-                print(f"RESULT vs_{rival}_min@paper={min(paper):.3f} ratio", flush=True)
+                print(f"RESULT {rival}_min@paper={min(paper):.3f} ratio", flush=True)
+
+
+def _text(ratio: float | None) -> str:
+    return "no plan" if ratio is None else f"{ratio:.3f}"
 
 
 def _is_long(name: str) -> bool:
@@ -131,24 +145,29 @@ def _is_long(name: str) -> bool:
     return steps >= 4 * stages
 
 
-def compare(job: JobProfile, cluster: Cluster, grid: str, table: Table, *, staggered: bool, effort: Effort) -> None:
+def compare(job: JobProfile, cluster: Cluster, grid: str, table: Table, effort: Effort) -> None:
     """All losses of a grid."""
     stages, rows, steps, size = read_grid(grid)
-    own = job.with_grid(
+    on_grid = job.with_grid(
         pipeline_parallel=stages, data_parallel=rows, num_microbatches=steps * rows, micro_batch_size=size
     )
-    begin = Situation.of(own, cluster)
-    whole = stock(begin)
+    begin = Situation.of(on_grid, cluster)
+    whole, best = stock(begin), ours(begin, (), effort=effort)
     for loss, lost in list_losses(stages, rows).items():
-        step = ours(begin, lost, staggered=staggered, effort=effort)
-        share = step.samples_per_s / whole.samples_per_s / begin.without(lost).surviving_share
-        ratios: dict[str, float | None] = {}
+        step = ours(begin, lost, effort=effort)
+        left = begin.without(lost).surviving_share
+        share, own = (step.samples_per_s / other.samples_per_s / left for other in (whole, best))
+        theirs = recycle(begin, lost)
+        ratios: dict[str, float | None] = {
+            "vs_recycle": ours(begin, lost, staggered=True, effort=effort).samples_per_s / theirs.samples_per_s,
+            "sync_vs_recycle": step.samples_per_s / theirs.samples_per_s,
+        }
         for rival in RIVALS:
             try:
-                ratios[rival] = step.samples_per_s / POLICIES[rival](begin, lost).samples_per_s
+                ratios[f"vs_{rival}"] = step.samples_per_s / POLICIES[rival](begin, lost).samples_per_s
             except NoFeasiblePlan:
-                ratios[rival] = None
-        table.add(grid, loss, share, ratios, bound_of(step, share))
+                ratios[f"vs_{rival}"] = None
+        table.add(grid, loss, share, own, ratios, bound_of(step, share))
 
 
 def planning_s(situation: Situation, times: int) -> float:
@@ -178,7 +197,6 @@ def main() -> None:
     parser.add_argument("--cluster", default="npu-96", help="its devices and links; more of them where a grid needs it")
     parser.add_argument("--tensor-parallel", type=int, default=8)
     parser.add_argument("--evaluations", type=int, default=120, help="orders that ours may time")
-    parser.add_argument("--staggered", action="store_true", help="ours staggers its optimizers too")
     args = parser.parse_args()
     job = load_job(args.job)
     job = replace(job, spec=replace(job.spec, tensor_parallel=args.tensor_parallel))
@@ -186,7 +204,7 @@ def main() -> None:
     table = Table()
     for grid in args.grids:
         effort = Effort(evaluations=args.evaluations, exact=True)
-        compare(job, load_cluster(args.cluster), grid, table, staggered=args.staggered, effort=effort)
+        compare(job, load_cluster(args.cluster), grid, table, effort)
     table.print_results()
     print_planning_times()
 

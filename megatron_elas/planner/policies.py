@@ -15,14 +15,15 @@ Each policy takes the job as it began and the cells that were lost, and gives th
   make up, and as divide the batch.
 * ``ours``: ``planner.step_plan``; synchronous unless asked otherwise, as today's runtime is.
 
-What the papers leave to a solver (ReCycle's schedule) is searched by ``schedule.split_backward`` for as many tries as
-ours begins with. Recovery time is no part of a step.
+What the papers leave to a solver (ReCycle's schedule) is searched by ``schedule.split_backward``. Recovery time is no
+part of a step. Jobs of more than ``EXACT_ITEMS`` items are timed by class, see ``prediction``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
 from itertools import pairwise
 
 from megatron_elas.planner.clocks import boost
@@ -38,8 +39,10 @@ from megatron_elas.spec.errors import NoFeasiblePlan
 Lost = Collection[tuple[int, int]]
 """Cells (stage, row)."""
 
-RECYCLE_TRIES = 8
-"""Orders that are tried for ReCycle; the search of our planner tries as many of the same candidate."""
+RECYCLE_TRIES = 24
+"""Orders that are tried for ReCycle; more hardly help it."""
+EXACT_ITEMS = 10_000
+"""Most items of all cells together that are timed one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,7 @@ Policy = Callable[[Situation, Lost], PolicyStep]
 def stock(begin: Situation) -> PolicyStep:
     """No loss: 1F1B on the job's own grid. What throughput is compared with. Raises NoFeasiblePlan."""
     candidate = stay(begin)
-    step_s = _time(Predictor(begin, exact=True, staggered=False), candidate, 0)
+    step_s = _time(_predictor(begin), candidate, 0)
     return PolicyStep(
         policy="stock",
         step_s=step_s,
@@ -86,7 +89,7 @@ def recycle(begin: Situation, lost: Lost, *, staggered: bool = True) -> PolicySt
     """Whole micro-batches to peers, split backward, staggered optimizers. Raises NoFeasiblePlan."""
     now = begin.without(lost)
     candidate = stay(now, split=True)
-    step_s = _time(Predictor(now, exact=True, staggered=staggered), candidate, RECYCLE_TRIES)
+    step_s = _time(_predictor(now, staggered=staggered), candidate, RECYCLE_TRIES)
     return PolicyStep(
         policy="recycle",
         step_s=step_s,
@@ -109,7 +112,7 @@ def torchft(begin: Situation, lost: Lost, *, keep_batch: bool = True) -> PolicyS
         whole = tuple(range(len(whole)))
     now = replace(begin, job=job, rows=(whole,) * begin.num_stages)
     candidate = stay(now)
-    step_s = _time(Predictor(now, exact=True, staggered=False), candidate, 0)
+    step_s = _time(_predictor(now), candidate, 0)
     return PolicyStep(
         policy="torchft",
         step_s=step_s,
@@ -124,7 +127,7 @@ def elaswave(begin: Situation, lost: Lost) -> PolicyStep:
     """Reshape, minimax partition, clocks of the busiest raised. Raises NoFeasiblePlan."""
     now = begin.without(lost)
     candidate = with_best_layers(now, stay(now, deal="reshape"))
-    predictor = Predictor(now, exact=True, staggered=False)
+    predictor = _predictor(now)
     try:
         found = predictor.predict(candidate, 0)
     except Deadlock as error:
@@ -150,7 +153,7 @@ def restart(begin: Situation, lost: Lost) -> PolicyStep:
     rows = fitting[0]
     now = replace(begin, job=replace(job, data_parallel=rows), rows=(tuple(range(rows)),) * stages)
     candidate = stay(now)
-    step_s = _time(Predictor(now, exact=True, staggered=False), candidate, 0)
+    step_s = _time(_predictor(now), candidate, 0)
     return PolicyStep(
         policy="restart",
         step_s=step_s,
@@ -191,13 +194,13 @@ def ours(
     """Our planner's choice. Raises NoFeasiblePlan."""
     now = begin.without(lost)
     freedom = replace(freedom or Freedom(), staggered=staggered)
-    plan = make_plan(now, freedom, effort or Effort(evaluations=60, exact=True))
+    plan = make_plan(now, freedom, effort or Effort(evaluations=60, exact=_is_small(now)))
     return PolicyStep(
         policy="ours",
         step_s=plan.step_s,
         samples=now.batch_samples,
         cells=now.num_cells,
-        what=plan.explain(),
+        what="as planned; plan.explain() says what and why",
         candidate=plan.candidate,
         plan=plan,
     )
@@ -211,6 +214,14 @@ POLICIES: dict[str, Policy] = {
     "restart": restart,
     "ours": ours,
 }
+
+
+def _is_small(situation: Situation) -> bool:
+    return situation.num_stages * situation.job.num_microbatches <= EXACT_ITEMS
+
+
+def _predictor(situation: Situation, *, staggered: bool = False) -> Predictor:
+    return Predictor(situation, exact=_is_small(situation), staggered=staggered)
 
 
 def _time(predictor: Predictor, candidate: Candidate, tries: int) -> float:
@@ -241,7 +252,7 @@ class _Template:
         """Seconds of this many micro-batches, optimizer included."""
         if count not in self._known:
             now = replace(self.situation, job=replace(self.situation.job, num_microbatches=count))
-            self._known[count] = _time(Predictor(now, exact=True, staggered=False), stay(now), 0)
+            self._known[count] = _time(_predictor(now), stay(now), 0)
         return self._known[count]
 
 
@@ -267,8 +278,11 @@ def _shared(cost: JobCost, owners: int) -> JobCost:
 
 def _depths(depths: list[int], begin: Situation) -> list[int]:
     """Stages of every pipeline, none shorter than the memory allows."""
+    known: dict[int, int] = {}
     while depths:
-        least = _shortest(begin, len(depths))
+        if len(depths) not in known:
+            known[len(depths)] = _shortest(begin, len(depths))
+        least = known[len(depths)]
         short = min(depths)
         if short >= least:
             return sorted(depths, reverse=True)
@@ -300,7 +314,10 @@ def _share_by_speed(templates: list[_Template], count: int) -> list[int]:
         slope = (template.predict(2 * few) - template.predict(few)) / few
         lines.append((template.predict(few) - few * slope, slope))
     counts = [1] * len(templates)
+    ends = [(constant + 2 * slope, pipeline) for pipeline, (constant, slope) in enumerate(lines)]
+    heapify(ends)
     for _ in range(count - len(templates)):
-        ends = [constant + slope * (own + 1) for (constant, slope), own in zip(lines, counts, strict=True)]
-        counts[ends.index(min(ends))] += 1
+        end, pipeline = ends[0]
+        counts[pipeline] += 1
+        heapreplace(ends, (end + lines[pipeline][1], pipeline))
     return counts

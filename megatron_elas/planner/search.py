@@ -160,6 +160,7 @@ class _Search:
                 yield from self._partitioned(reshaped)
         yield from self._thorough(stay(situation, split=freedom.split), 8)
         yield from self._neighbours(3)
+        yield from self._thorough(stay(situation, split=freedom.split), 24)
         for candidate in ranked[4:16]:
             yield candidate, 3
         yield from self._thorough(self.best.candidate if self.best else None, 16)

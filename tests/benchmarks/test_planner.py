@@ -27,9 +27,7 @@ def test_no_loss_empties_a_stage() -> None:
 def test_every_loss_gives_its_results(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table()
     job = load_job("llama2-34b")
-    compare(
-        job, load_cluster("npu-96"), "pp4dp2m4b1", table, staggered=False, effort=Effort(evaluations=6, exact=True)
-    )
+    compare(job, load_cluster("npu-96"), "pp4dp2m4b1", table, Effort(evaluations=6, exact=True))
     table.print_results()
     printed = capsys.readouterr().out
     for loss in list_losses(4, 2):
