@@ -9,10 +9,12 @@ lines ``RESULT name=value unit``:
 * ``share@GRID/LOSS``: samples per second after the loss, relative to stock 1F1B without a loss and to the share of
   cells that are left; 1 is as good as the cells that are left;
 * ``own@GRID/LOSS``: the same, relative to what ours predicts without a loss instead of stock 1F1B;
+* ``quick@GRID/LOSS``: step time of the plan that is made while workers wait, relative to that of the thorough one,
+  which all other figures are of; both timed exactly;
 * ``vs_POLICY@GRID/LOSS``: samples per second of ours relative to that policy's; ``no plan`` where it cannot go on;
-* ``share_min``, ``own_min``, ``vs_POLICY_min``: the least of all; ``share_min@m>=4pp``: of grids with four
-  micro-batches per stage and row, or more; ``vs_POLICY_min@paper``: of grids like those that ElasWave is about: two
-  rows and a deep pipeline, which are ``PAPER_LIKE`` below;
+* ``share_min``, ``own_min``, ``vs_POLICY_min``: the least of all; ``quick_max``: the most;
+  ``share_min@m>=4pp``: of grids with four micro-batches per stage and row, or more;
+  ``vs_POLICY_min@paper``: of grids like those that ElasWave is about, two rows and a deep pipeline: ``PAPER_LIKE`` below;
 * ``plan_ms@96``, ``plan_s@100000``: median processor time of a plan made while workers wait.
 
 A grid is written ``pp8dp2m32b2``: stages, rows, micro-batches per row, samples in each.
@@ -33,8 +35,10 @@ from collections import defaultdict
 from dataclasses import replace
 
 from megatron_elas.planner.policies import POLICIES, PolicyStep, ours, recycle, stock
+from megatron_elas.planner.prediction import Predictor
 from megatron_elas.planner.situation import Situation
 from megatron_elas.planner.step_plan import QUICK, Effort, make_plan
+from megatron_elas.schedule.timing import Deadlock
 from megatron_elas.spec.cluster import Cluster, load_cluster
 from megatron_elas.spec.errors import NoFeasiblePlan
 from megatron_elas.spec.job_profile import JobProfile, load_job
@@ -85,14 +89,24 @@ def list_losses(stages: int, rows: int) -> dict[str, tuple[tuple[int, int], ...]
     return losses
 
 
-def bound_of(step: PolicyStep, share: float) -> str:
-    """What stands between a plan and the share of cells that are left."""
-    if share >= 1 or step.plan is None:
+def bound_of(step: PolicyStep, own: float) -> str:
+    """What stands between a plan and the share of cells that are left, of what it gives without a loss."""
+    if own >= 1 or step.plan is None:
         return "-"
     busy = step.plan.nominal.timed.busy_s
     if max(busy) > 1.03 * sum(busy) / len(busy):
         return "whole layers and samples"
     return "filling the pipeline" if step.step_s < 1.02 * step.plan.prediction.bound_s else "order"
+
+
+def quick_ratio(now: Situation, thorough: PolicyStep) -> float | None:
+    """Step time of a quick plan over that of a thorough one; None where it does not fit when timed exactly."""
+    candidate = make_plan(now, effort=QUICK).candidate
+    try:
+        found = Predictor(now, exact=True, staggered=False).predict(candidate, 8 if candidate.split else 2)
+    except Deadlock:
+        return None
+    return found.step_s / thorough.step_s
 
 
 class Table:
@@ -101,19 +115,32 @@ class Table:
     def __init__(self) -> None:
         self.shares: dict[str, float] = {}
         self.owns: list[float] = []
+        self.quicks: list[float] = []
         self.ratios: dict[str, dict[str, float]] = defaultdict(dict)
         self.results: list[str] = []
-        titles = "".join(f"{name:>17}" for name in COLUMNS)
-        print(f"{'grid':14}{'loss':12}{'share':>7}{'own':>7}{titles}  bound")
+        titles = "".join(f"{name:>16}" for name in COLUMNS)
+        print(f"{'grid':14}{'loss':12}{'share':>7}{'own':>7}{'quick':>8}{titles}  bound")
 
-    def add(self, grid: str, loss: str, share: float, own: float, ratios: dict[str, float | None], bound: str) -> None:
+    def add(
+        self,
+        grid: str,
+        loss: str,
+        share: float,
+        own: float,
+        quick: float | None,
+        ratios: dict[str, float | None],
+        bound: str,
+    ) -> None:
         """One loss."""
         name = f"{grid}/{loss}"
-        columns = "".join(f"{_text(ratios[column]):>17}" for column in COLUMNS)
-        print(f"{grid:14}{loss:12}{share:7.3f}{own:7.3f}{columns}  {bound}", flush=True)
+        columns = "".join(f"{_text(ratios[column]):>16}" for column in COLUMNS)
+        print(f"{grid:14}{loss:12}{share:7.3f}{own:7.3f}{_text(quick):>8}{columns}  {bound}", flush=True)
         self.shares[name] = share
         self.owns.append(own)
-        self.results += [f"share@{name}={share:.3f} ratio", f"own@{name}={own:.3f} ratio"]
+        if quick is not None:
+            self.quicks.append(quick)
+        for what, value in (("share", share), ("own", own), ("quick", quick)):
+            self.results.append(f"{what}@{name}={_text(value)} ratio")
         for rival, ratio in ratios.items():
             self.results.append(f"{rival}@{name}={_text(ratio)} ratio")
             if ratio is not None:
@@ -126,6 +153,7 @@ class Table:
             print(f"RESULT {line}")
         print(f"RESULT share_min={min(self.shares.values()):.3f} ratio")
         print(f"RESULT own_min={min(self.owns):.3f} ratio")
+        print(f"RESULT quick_max={max(self.quicks, default=1.0):.3f} ratio")
         many = [share for name, share in self.shares.items() if _is_long(name)]
         if many:
             print(f"RESULT share_min@m>=4pp={min(many):.3f} ratio")
@@ -167,7 +195,8 @@ def compare(job: JobProfile, cluster: Cluster, grid: str, table: Table, effort: 
                 ratios[f"vs_{rival}"] = step.samples_per_s / POLICIES[rival](begin, lost).samples_per_s
             except NoFeasiblePlan:
                 ratios[f"vs_{rival}"] = None
-        table.add(grid, loss, share, own, ratios, bound_of(step, share))
+        quick = quick_ratio(begin.without(lost), step)
+        table.add(grid, loss, share, own, quick, ratios, bound_of(step, own))
 
 
 def planning_s(situation: Situation, times: int) -> float:

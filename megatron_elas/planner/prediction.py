@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import NamedTuple
 
 from megatron_elas.planner.cost_model import stage_durations, stage_limits
@@ -63,6 +63,18 @@ class Candidate:
     def widths(self) -> tuple[int, ...]:
         """Cells of every stage."""
         return tuple(map(len, self.rows))
+
+    @property
+    def names(self) -> Rows:
+        """Of every stage to be: rows of its cells once they are there. Of two cells of one row one gets a free row."""
+        names = []
+        for rows in self.rows:
+            own: list[int] = []
+            free = (row for row in count() if row not in rows)
+            for row in rows:
+                own.append(next(free) if row in own else row)
+            names.append(tuple(own))
+        return tuple(names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,9 +195,9 @@ class Predictor:
         cost, link = self.situation.cost, self.situation.link
         tails = []
         for (first, last), cells in zip(pairwise(candidate.cuts), candidate.widths, strict=True):
-            count = cost.parameters(first, last)
-            reduced = link.ring_s(count * cost.gradient_bytes, cells)
-            gathered = link.ring_s(count * cost.weight_bytes, cells)
+            parameters = cost.parameters(first, last)
+            reduced = link.ring_s(parameters * cost.gradient_bytes, cells)
+            gathered = link.ring_s(parameters * cost.weight_bytes, cells)
             tails.append(reduced + cost.optimizer_s(first, last, cells) + gathered)
         return tuple(tails)
 

@@ -27,7 +27,7 @@ class Situation:
     cuts: tuple[int, ...]
     """Stage ``s`` has layers ``[cuts[s], cuts[s + 1])`` now."""
     rows: Rows
-    """Of the cells that are left."""
+    """Of the cells that are left. Within a stage all differ."""
     memory_bytes: int
     """Of a device, as far as a plan may fill it."""
     link: Link
@@ -36,6 +36,8 @@ class Situation:
     """None: clocks cannot be set."""
     power: PowerCurve | None = None
     """None: energy is not known."""
+    held: Rows | None = None
+    """Of the cells that each stage's optimizer state is spread over, lost ones included; None: those that are left."""
 
     def __post_init__(self) -> None:
         if len(self.cuts) != len(self.rows) + 1 or (self.cuts[0], self.cuts[-1]) != (0, self.cost.num_layers):
@@ -43,6 +45,8 @@ class Situation:
                 f"boundaries {list(self.cuts)} do not deal {self.cost.num_layers} layers to {len(self.rows)} stages"
             )
         for stage, rows in enumerate(self.rows):
+            if len(set(rows)) < len(rows):
+                raise BadUsage(f"stage {stage} has two cells of one row: {list(rows)}")
             if not rows:
                 raise NoFeasiblePlan(
                     f"stage {stage} lost all its cells: its layers have no live holder. Restart from the newest "
@@ -69,6 +73,7 @@ class Situation:
         gone = set(lost)
         return replace(
             self,
+            held=self.held or self.rows,
             rows=tuple(tuple(row for row in rows if (stage, row) not in gone) for stage, rows in enumerate(self.rows)),
         )
 

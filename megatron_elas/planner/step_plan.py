@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megatron_elas.planner import clocks as _clocks
@@ -18,7 +18,7 @@ from megatron_elas.planner.layer_moves import Cell as CellName
 from megatron_elas.planner.layer_moves import SliceMove, list_moves, ring_backups
 from megatron_elas.planner.prediction import Candidate, Prediction, Predictor
 from megatron_elas.planner.search import Freedom, homes, search
-from megatron_elas.planner.situation import Rows, Situation, divided
+from megatron_elas.planner.situation import Situation, divided
 from megatron_elas.schedule.actions import StageItems
 from megatron_elas.spec.layout import Cell, Placement
 
@@ -95,22 +95,19 @@ class StepPlan:
             if own[layer] != stage
         )
 
-    def moves(
-        self, before: Rows | None = None, backups: Mapping[CellName, CellName] | None = None
-    ) -> Iterator[SliceMove]:
+    def moves(self, backups: Mapping[CellName, CellName] | None = None) -> Iterator[SliceMove]:
         """Which slice of which layer's state goes from which cell to which.
 
         Args:
-            before: Of every stage: rows of the cells that share its state, lost ones included; None: all rows.
             backups: Who holds the copy of a lost cell's slices; None: the next cell of its stage that is left.
 
         Raises:
             StateInvalid: A lost cell has no backup that is left.
         """
-        before = before or (tuple(range(self.situation.job.data_parallel)),) * self.situation.num_stages
+        held = self.situation.held or self.situation.rows
         if backups is None:
-            backups = ring_backups(before, self.situation.rows)
-        return list_moves(self.situation, self.candidate, before, backups)
+            backups = ring_backups(held, self.situation.rows)
+        return list_moves(self.situation, self.candidate, held, backups)
 
     def moved_bytes(self) -> int:
         """Of optimizer state, all lanes, that some cell sends to another; weights are made of it."""
@@ -135,18 +132,23 @@ class StepPlan:
         """Workers in the plan's cells, and (owner, backup) in different failure domains where there are such.
 
         Args:
-            old: Before, without the lost workers.
+            old: Before, without the lost workers. Cells that move may get another row, see ``Candidate.names``.
             domains: Of every worker.
         """
         seats: dict[tuple[int, int], Cell] = {
             (stage, cell.row): cell for stage, cells in enumerate(old.stages) for cell in cells
         }
+        new = self.candidate
         stages = tuple(
-            tuple(seats[name] for name in zip(origins, rows, strict=True))
-            for origins, rows in zip(self.candidate.origins, self.candidate.rows, strict=True)
+            tuple(replace(seats[origin, row], row=name) for origin, row, name in zip(*own, strict=True))
+            for own in zip(new.origins, new.rows, new.names, strict=True)
         )
         placement = Placement(stages=stages, spares=old.spares)
         return placement, place_backups(placement, domains)
+
+    def carried_out(self) -> Situation:
+        """The situation once cells, layers and state are where the plan wants them; what the next loss starts from."""
+        return replace(self.situation, cuts=self.candidate.cuts, rows=self.candidate.names, held=None)
 
     def explain(self) -> str:
         """What the plan does and why, in sentences."""
