@@ -14,7 +14,7 @@ lines ``RESULT name=value unit``:
 * ``vs_POLICY@GRID/LOSS``: samples per second of ours relative to that policy's; ``no plan`` where it cannot go on;
 * ``share_min``, ``own_min``, ``vs_POLICY_min``: the least of all; ``quick_max``: the most;
   ``share_min@m>=4pp``: of grids with four micro-batches per stage and row, or more;
-  ``vs_POLICY_min@paper``: of grids like those that ElasWave is about, two rows and a deep pipeline: ``PAPER_LIKE`` below;
+  ``vs_POLICY_min@paper``: of grids like those that ElasWave is about, two rows and a deep pipeline: ``PAPER_LIKE``;
 * ``plan_ms@96``, ``plan_s@100000``: median processor time of a plan made while workers wait.
 
 A grid is written ``pp8dp2m32b2``: stages, rows, micro-batches per row, samples in each.
