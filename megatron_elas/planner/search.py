@@ -158,9 +158,11 @@ class _Search:
             reshaped = stay(situation, deal="reshape")
             if self._is_possible(reshaped):
                 yield from self._partitioned(reshaped)
-        yield from self._thorough(stay(situation, split=freedom.split), 8)
-        yield from self._neighbours(3)
+        for candidate in ranked[:4]:
+            yield candidate, 3
+        # As long as ReCycle is searched by the policy of that name: ours is not behind it for want of tries.
         yield from self._thorough(stay(situation, split=freedom.split), 24)
+        yield from self._neighbours(3)
         for candidate in ranked[4:16]:
             yield candidate, 3
         yield from self._thorough(self.best.candidate if self.best else None, 16)
