@@ -99,6 +99,7 @@ class Executor:
         if seated:
             self._host.follow_groups(plan)
             self._host.clear_step()
+            self._groups.open_links()
         marks["groups"] = time.time()
 
         self._strike(loop_step, "recovery", None)

@@ -151,6 +151,9 @@ class Groups(Protocol):
     def edit(self, membership: Membership) -> None:
         """Enter an epoch with other members; see ``Communicator.edit``."""
 
+    def open_links(self) -> None:
+        """Make the links that groups will use and that are missing; see ``Communicator.open_links``."""
+
     def barrier(self) -> None:
         """Wait for all seated workers."""
 

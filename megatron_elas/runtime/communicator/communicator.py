@@ -272,6 +272,8 @@ class Communicator:
                     f"epoch {epoch}: groups {channels[channel]} and {name} have the same channel {channel}"
                 )
             channels[channel] = name
+            if known is None and torch_tables.is_taken(name):
+                raise ValueError(f"epoch {epoch}: torch has another group named {name!r} already")
 
     def _adopt(self, membership: Membership) -> None:
         living = frozenset(membership.addresses)
@@ -321,7 +323,7 @@ class Communicator:
             group.shutdown()
 
     def open_links(self, limit_s: float | None = None) -> None:
-        """Make the links that the first collectives of all groups will need and that are missing, all at once.
+        """Make the links that are missing for the small collectives of all groups that have run one, all at once.
 
         Raises:
             EpochChanged: Cancelled meanwhile, for example by a newer membership.
@@ -330,7 +332,7 @@ class Communicator:
         wanted = {
             (peer, group.channel)
             for group in self.groups
-            if group.group_name not in self._views
+            if group.group_name not in self._views and group.has_run
             for peer in neighbours(group.members, group.rank())
         }
         self._transport.open_links(wanted, limit_s)

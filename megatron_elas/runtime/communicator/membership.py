@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megatron_elas.runtime.communicator.channels import POINT_TO_POINT
+
 DEFAULT_GROUP = "0"
 """c10d's name of its default group."""
 
@@ -47,6 +49,11 @@ class Membership:
             raise ValueError(f"epoch {self.epoch}: workers {unknown} have a rank and no address")
         for name, group in self.groups.items():
             members = group.members
+            if group.channel is not None and not 0 <= group.channel < POINT_TO_POINT:
+                raise ValueError(
+                    f"epoch {self.epoch}: group {name} must have a channel from 0 to {POINT_TO_POINT - 1}, "
+                    f"got {group.channel}"
+                )
             if not members or len(set(members)) != len(members):
                 raise ValueError(
                     f"epoch {self.epoch}: group {name} must have members, each only once, got {list(members)}"

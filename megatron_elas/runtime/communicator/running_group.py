@@ -113,6 +113,7 @@ class RunningGroup(dist.ProcessGroup):
         self._runner = Runner(f"elastic-group-{name}")
         self._mailbox = Mailbox(transport, self.__repr__)
         self._coalesced: list[Work] | None = None
+        self._has_run = False
         self._sequence = 0
         self._tag = 0
         self._epoch = transport.epoch
@@ -146,6 +147,11 @@ class RunningGroup(dist.ProcessGroup):
     def deterministic(self) -> bool:
         """Sums are in the order of the members whatever their number, see ``collectives``."""
         return self._team.deterministic
+
+    @property
+    def has_run(self) -> bool:
+        """A collective was asked for since the group was made."""
+        return self._has_run
 
     def edit(self, members: Sequence[int], channel: int | None = None) -> None:
         """Change who takes part, in place. Costs microseconds; links are made when first used.
@@ -332,6 +338,7 @@ class RunningGroup(dist.ProcessGroup):
             # members may have been cut off at different operations: count anew
             self._epoch = epoch
             self._sequence = 0
+        self._has_run = True
         self._sequence = sequence = (self._sequence + 1) % SEQUENCES
         self._tag = signature | sequence
 

@@ -65,3 +65,8 @@ def count_group(name: str) -> None:
     """Have ``dist.new_group`` give later groups other names than this one."""
     if name.isdecimal():
         c10d._world.group_count = max(c10d._world.group_count, int(name) + 1)
+
+
+def is_taken(name: str) -> bool:
+    """True when torch knows a group of this name, of whatever backend."""
+    return name in c10d._world.pg_names.values()

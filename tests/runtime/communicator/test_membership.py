@@ -38,6 +38,10 @@ def test_the_world_is_in_order_of_ranks() -> None:
         ({"groups": {"4": GroupMembers(members=(2, 11))}}, r"workers \[11\] are members of group 4 and have no global"),
         ({"groups": {"4": GroupMembers(members=(2, 2))}}, r"group 4 must have members, each only once, got \[2, 2\]"),
         ({"groups": {"4": GroupMembers(members=())}}, "must have members"),
+        (
+            {"groups": {"4": GroupMembers(members=(2,), channel=1 << 32)}},
+            "channel from 0 to 4294967295, got 4294967296",
+        ),
         ({"groups": {"0": GroupMembers(members=(2, 5, 9))}}, r"default group has members \[2, 5, 9\]"),
     ],
 )
