@@ -289,14 +289,14 @@ def snapshot(transport: SocketTransport, communicator: Communicator) -> Any:
         ({"groups": {"other": (0, 1)}}, r"does not name group 0"),
         ({"groups": {"0": (0, 1, 2), "other": (0, 1), "7": (0, 2), "x7": (0, 1)}}, "have the same channel 7"),
         ({"groups": {"0": (0, 1, 2), "other": (0, 1), "spare": (0, 2, 0)}}, "each only once"),
-        ({"groups": {"0": (0, 1, 2), "other": (0, 1), "foreign": (0, 1)}}, "torch has another group named foreign"),
+        ({"groups": {"0": (0, 1, 2), "other": (0, 1), "foreign": (0, 1)}}, "torch has another group named 'foreign'"),
     ],
 )
 def test_an_edit_that_cannot_be_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], text: str
 ) -> None:
     with alone(tmp_path) as (transport, communicator):
-        monkeypatch.setitem(c10d._world.pg_names, object(), "foreign")  # as a group of another backend has
+        monkeypatch.setitem(c10d._world.pg_names, dist.ProcessGroup(0, 1), "foreign")  # as of another backend
         communicator.open_group("other", [0, 1, 3])
         communicator.open_group("spare", [0, 1])
         communicator._groups["0"].edit([0, 1, 3])
