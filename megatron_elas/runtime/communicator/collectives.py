@@ -13,15 +13,15 @@ Small tensors and barriers. Teams of up to ``EXCHANGE_MEMBERS`` exchange in log2
 places away; everybody reduces. In larger ones contributions go up a tree and the result, reduced by its root, comes
 down. Who is whose parent follows from worker ids (``tree``), so few links are new after an edit.
 
-Wrong use. When members disagree about the operation, one meets a frame with a wrong tag, and all others wait, directly or
-through others, for one who has met it: the transport's objections reach everybody who has not returned before. For that
-operations with a root begin with a roll call, and
+Wrong use. When members disagree about the operation, one meets a frame with a wrong tag, and all others wait, directly
+or through others, for one who has met it: the transport's objections reach everybody who has not returned before. For
+that operations with a root begin with a roll call, and
 
-* in teams of up to ``EXCHANGE_MEMBERS``, each member sends in its first round to the one before it and receives from the
-  one behind it, at least;
-* in larger ones, each receives from all its children in the tree in its first round, and sends to its parent in that
-  one too, unless the operation is one that goes up the tree: then it sends when it has received. So of two that disagree
-  and are parent and child, with none below them, the parent meets the child's frame.
+* in teams of up to ``EXCHANGE_MEMBERS``, each member sends in its first round to the one before it and receives from
+  the one behind it, at least;
+* in larger ones, each receives in its first round from all its children in the tree, and sends to its parent: in that
+  round too, or, where the operation goes up the tree, in the next. So of a child and a parent that disagree, with no
+  such two below them, the parent meets the child's frame.
 """
 
 from __future__ import annotations

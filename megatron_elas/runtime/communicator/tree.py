@@ -1,4 +1,4 @@
-"""The tree that small operations of larger groups go up and down. It follows from the members' ids, not their positions.
+"""The tree that small operations of larger groups go up and down. It follows from worker ids, not from positions.
 
 Write the ids as binary numbers into a trie. Each of its subtrees is led by its smallest member, and a member's parent
 leads the smallest subtree that the member is in and does not lead itself. Of members 2, 6, 10, 14 the root is 2, with

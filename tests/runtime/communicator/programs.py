@@ -21,8 +21,8 @@ def teams(count: int, *, deterministic: bool = False) -> list[Team]:
 def find_unaware(members: Sequence[Team], programs: Sequence[Program], operations: Sequence[str]) -> list[int]:
     """Positions of who never learns that members called different operations.
 
-    A frame says the operation. Who meets one of another operation fails, and so does, as objections do it, who waits for
-    one that has failed. Who came to the end counts as unaware.
+    A frame says the operation. Who meets one of another operation fails, and so does, as objections do it, who waits
+    for one that has failed. Who came to the end counts as unaware.
     """
     pipes: defaultdict[tuple[int, int], deque[str]] = defaultdict(deque)
     ids = members[0].members

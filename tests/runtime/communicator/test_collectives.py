@@ -456,7 +456,8 @@ def test_whoever_mixes_operations_up_everybody_learns_it(count: int) -> None:
             every_operation(team, sizes[name][1])[sizes[name][0]] for team, name in zip(members, called, strict=True)
         ]
         assert find_unaware(members, programs, called) == [], (members[0].members, called)
-    assert find_unaware(members, [collectives.barrier(team) for team in members], ["barrier"] * count) == [*range(count)]
+    agreed = [collectives.barrier(team) for team in members]
+    assert find_unaware(members, agreed, ["barrier"] * count) == list(range(count))
 
 
 def test_programs_are_built_without_torch() -> None:
