@@ -9,10 +9,19 @@ order of the members, whichever algorithm its size selects: the bits of a sum de
 larger teams that are not, large reductions go round a ring, which needs links to two neighbours only; each segment is
 then summed once, in an order rotated by its place, so members still agree bit for bit.
 
-Wrong use. In the first round of every algorithm each member sends to the one before it and receives from the one behind
-it, at least; operations with a root begin with a roll call for that. So when members disagree about the operation, one
-whose neighbour called another one meets a frame with a wrong tag at once, and all others wait, directly or through
-others, for one who has met it: the transport's objections reach everybody who has not returned before.
+Small tensors and barriers. Teams of up to ``EXCHANGE_MEMBERS`` exchange in log2(n) rounds with members 1, 2, 4, ...
+places away; everybody reduces. In larger ones contributions go up a tree and the result, reduced by its root, comes
+down. Who is whose parent follows from worker ids (``tree``), so few links are new after an edit.
+
+Wrong use. When members disagree about the operation, one meets a frame with a wrong tag, and all others wait, directly
+or through others, for one who has met it: the transport's objections reach everybody who has not returned before. For
+that operations with a root begin with a roll call, and
+
+* in teams of up to ``EXCHANGE_MEMBERS``, each member sends in its first round to the one before it and receives from
+  the one behind it, at least;
+* in larger ones, each receives in its first round from all its children in the tree, and sends to its parent: in that
+  round too, or, where the operation goes up the tree, in the next. So of a child and a parent that disagree, with no
+  such two below them, the parent meets the child's frame.
 """
 
 from __future__ import annotations
@@ -20,14 +29,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from megatron_elas.runtime.communicator.tree import Perch, find_perch
 from megatron_elas.runtime.transport.program import SCRATCH, Copy, Program, Reduce, Reducer, Region, Round, Transfer
 
 DIRECT_MEMBERS = 8
-"""Largest team in which everybody talks to everybody unasked: (n - 1) links per member and channel."""
+"""Largest team in which everybody talks to everybody in operations on large tensors: (n - 1) links per member."""
+
+EXCHANGE_MEMBERS = 4
+"""Largest team that does not use the tree: everybody is told at first hand."""
 
 SMALL_BYTES = 64 << 10
-"""Up to this size, and for two members up to ``PAIR_BYTES``, everybody gets everything and reduces it: fewer messages
-for more bytes."""
+"""Up to this size, and for two members up to ``PAIR_BYTES``, whole tensors are brought to who reduces them, everybody
+or the root of the tree: fewer messages for more bytes."""
 
 PAIR_BYTES = 512 << 10
 
@@ -65,6 +78,16 @@ class Team(NamedTuple):
         """Large reductions are direct."""
         return self.deterministic or len(self.members) <= DIRECT_MEMBERS
 
+    @property
+    def uses_tree(self) -> bool:
+        """Small operations go up and down the tree."""
+        return len(self.members) > EXCHANGE_MEMBERS
+
+    @property
+    def perch(self) -> Perch:
+        """Own place in the tree."""
+        return find_perch(self.members, self.members[self.me])
+
     def to(self, place: int, region: Region) -> Transfer:
         """A transfer to or from the member at ``place``, modulo their number."""
         return Transfer(self.members[place % len(self.members)], region)
@@ -91,6 +114,13 @@ def all_reduce(team: Team, whole: Region, item: int, reducer: Reducer) -> Progra
 
 
 def _all_reduce_whole(team: Team, whole: Region, reducer: Reducer) -> Program:
+    if team.uses_tree:
+        perch = team.perch
+        rounds, rows = _climb(team, perch, whole)
+        if perch.parent is None:
+            rows[team.me] = whole
+            rounds[-1] = rounds[-1]._replace(then=_reduce([rows[at] for at in range(len(rows))], whole))
+        return Program((*rounds, *_descend(perch, whole)), _aligned(len(rows) * whole.size), reducer)
     rounds, rows = _gather_rows(team, whole, keep_own=False)
     last = rounds[-1]
     rounds[-1] = last._replace(then=(*last.then, *_reduce([rows[at] for at in range(len(rows))], whole)))
@@ -141,7 +171,7 @@ def _reduce_scatter_ring(team: Team, output: Region, inputs: Sequence[Region], r
             Round((team.to(me - 1, outgoing),), (team.to(me + 1, incoming),), _reduce([incoming, mine], target))
         )
         outgoing = incoming
-    return Program(tuple(rounds), 2 * width, reducer)
+    return Program(_met(team, rounds), 2 * width, reducer)
 
 
 def reduce(team: Team, whole: Region, item: int, root: int, reducer: Reducer) -> Program:
@@ -173,6 +203,8 @@ def all_gather(team: Team, outputs: Sequence[Region], own: Region) -> Program:
     """Bring member i's ``own`` to everybody's ``outputs[i]``. The own output may be ``own``."""
     count, me = len(team.members), team.me
     if count > 2 and own.size <= SMALL_BYTES and all(output.size == own.size for output in outputs):
+        if team.uses_tree:
+            return _all_gather_tree(team, outputs, own)
         rounds, rows = _gather_rows(team, own, keep_own=outputs[me] != own)
         last = rounds[-1]
         rounds[-1] = last._replace(
@@ -197,7 +229,19 @@ def all_gather(team: Team, outputs: Sequence[Region], own: Region) -> Program:
         for step in range(count - 1)
     ]
     rounds[0] = rounds[0]._replace(then=_copy(own, outputs[me]))
-    return Program(tuple(rounds))
+    return Program(_met(team, rounds))
+
+
+def _all_gather_tree(team: Team, outputs: Sequence[Region], own: Region) -> Program:
+    perch = team.perch
+    rounds, rows = _climb(team, perch, own)
+    size = len(rows) * own.size
+    if perch.parent is None:
+        rounds[-1] = rounds[-1]._replace(then=_copy(own, rows[team.me]))
+    rounds += _descend(perch, Region(SCRATCH, 0, size))
+    copies = tuple(step for at, output in enumerate(outputs) for step in _copy(rows[at], output))
+    rounds[-1] = rounds[-1]._replace(then=(*rounds[-1].then, *copies))
+    return Program(tuple(rounds), _aligned(size))
 
 
 def _gather_rows(team: Team, own: Region, *, keep_own: bool) -> tuple[list[Round], dict[int, Region]]:
@@ -287,14 +331,70 @@ def all_to_all(team: Team, outputs: Sequence[Region], inputs: Sequence[Region]) 
 
 
 def barrier(team: Team) -> Program:
-    """Return when everybody has called it. Dissemination: log2(n) rounds of empty messages."""
+    """Return when everybody has called it. Empty messages up and down the tree, or log2(n) rounds of them."""
     nothing = Region(SCRATCH, 0, 0)
+    if team.uses_tree:
+        perch = team.perch
+        rounds, _ = _climb(team, perch, nothing)
+        return Program((*rounds, *_descend(perch, nothing)))
     rounds = []
     step = 1
     while step < len(team.members):
         rounds.append(Round((team.to(team.me - step, nothing),), (team.to(team.me + step, nothing),)))
         step *= 2
     return Program(tuple(rounds))
+
+
+# ---------------------------------------------------------------------------------------------- the tree
+
+
+def _climb(team: Team, perch: Perch, own: Region) -> tuple[list[Round], dict[int, Region]]:
+    """Bring all members' regions of one size to the root's scratch, in the order of worker ids.
+
+    Returns:
+        The own rounds, and which part of scratch is each member's: at the root all but the own one is filled then, and
+        elsewhere what is in the own branch.
+    """
+    size = own.size
+    rows = {at: Region(SCRATCH, place * size, size) for place, at in enumerate(_by_worker(team))}
+    first = perch.own.start
+    rounds = []
+    if perch.children:
+        children = tuple(
+            Transfer(child.top, Region(SCRATCH, child.start * size, child.count * size)) for child in perch.children
+        )
+        rounds.append(Round(receives=children, then=() if perch.parent is None else _copy(own, rows[team.me])))
+    if perch.parent is not None:
+        packed = Region(SCRATCH, first * size, perch.own.count * size) if perch.children else own
+        rounds.append(Round(sends=(Transfer(perch.parent, packed),)))
+    return rounds, rows
+
+
+def _descend(perch: Perch, whole: Region) -> list[Round]:
+    """Copy the root's region to everybody."""
+    rounds = []
+    if perch.parent is not None:
+        rounds.append(Round(receives=(Transfer(perch.parent, whole),)))
+    if perch.children:
+        rounds.append(Round(sends=tuple(Transfer(child.top, whole) for child in perch.children)))
+    return rounds
+
+
+def _met(team: Team, rounds: Sequence[Round]) -> tuple[Round, ...]:
+    """With an empty message from child to parent in the first round, where the team uses the tree."""
+    if not team.uses_tree:
+        return tuple(rounds)
+    nothing = Region(SCRATCH, 0, 0)
+    perch = team.perch
+    first = rounds[0]
+    parent = () if perch.parent is None else (Transfer(perch.parent, nothing),)
+    children = tuple(Transfer(child.top, nothing) for child in perch.children)
+    return (first._replace(sends=first.sends + parent, receives=first.receives + children), *rounds[1:])
+
+
+def _by_worker(team: Team) -> list[int]:
+    """Positions in the order of worker ids."""
+    return sorted(range(len(team.members)), key=team.members.__getitem__)
 
 
 # ---------------------------------------------------------------------------------------------- several at once

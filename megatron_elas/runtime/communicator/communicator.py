@@ -224,8 +224,8 @@ class Communicator:
 
         A worker without a rank adopts the epoch and keeps its groups as they are until it gets one.
 
-        Afterwards ``open_links`` can make the links that are missing, all at once; the first operations do it
-        otherwise. A newer membership cancels that, and is edited to in the same way.
+        Afterwards ``open_links`` can make the links that small operations miss, all at once; the first operations
+        make theirs otherwise. A newer membership cancels that, and is edited to in the same way.
 
         Raises:
             ValueError: The epoch is not a newer one, or the membership does not fit this worker's groups; nothing was
@@ -323,7 +323,9 @@ class Communicator:
             group.shutdown()
 
     def open_links(self, limit_s: float | None = None) -> None:
-        """Make the links that are missing for the small collectives of all groups that have run one, all at once.
+        """Make the missing links that barriers and collectives of small tensors use, all at once.
+
+        Of the groups that have run a collective. What else is needed comes about when it is first used.
 
         Raises:
             EpochChanged: Cancelled meanwhile, for example by a newer membership.

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_elas.runtime.communicator.collectives import DIRECT_MEMBERS
+from megatron_elas.runtime.communicator import collectives
+from megatron_elas.runtime.communicator.tree import find_perch
 
 
 def neighbours(members: Sequence[int], own: int) -> list[int]:
-    """Worker ids that the member at position ``own`` needs links to, in any size of tensor.
+    """Worker ids that the member at position ``own`` exchanges with in barriers and collectives of small tensors.
 
-    Small groups: all others. Larger ones: those 1, 2, 4, ... places ahead and behind, which barriers, small tensors and
-    rings go to.
+    In groups of up to ``collectives.EXCHANGE_MEMBERS`` those 1, 2, 4, ... places ahead and behind, in larger ones
+    parent and children in the tree. What other operations need comes about when they are first used.
     """
     count = len(members)
-    if count <= DIRECT_MEMBERS:
-        return [worker for at, worker in enumerate(members) if at != own]
+    if count > collectives.EXCHANGE_MEMBERS:
+        return find_perch(members, members[own]).neighbours
     places: dict[int, None] = {}
     step = 1
     while step < count:

@@ -18,6 +18,44 @@ def teams(count: int, *, deterministic: bool = False) -> list[Team]:
     return [Team(workers, at, deterministic) for at in range(count)]
 
 
+def find_unaware(members: Sequence[Team], programs: Sequence[Program], operations: Sequence[str]) -> list[int]:
+    """Positions of who never learns that members called different operations.
+
+    A frame says the operation. Who meets one of another operation fails, and so does, as objections do it, who waits
+    for one that has failed. Who came to the end counts as unaware.
+    """
+    pipes: defaultdict[tuple[int, int], deque[str]] = defaultdict(deque)
+    ids = members[0].members
+    at, entered, failed = [0] * len(ids), [-1] * len(ids), [False] * len(ids)
+    missing: list[list[int]] = [[] for _ in ids]
+
+    def advance(me: int) -> bool:
+        if failed[me] or at[me] == len(programs[me].rounds):
+            return False
+        sends, receives, _ = programs[me].rounds[at[me]]
+        moved = entered[me] < at[me]
+        if moved:
+            entered[me] = at[me]
+            missing[me] = [peer for peer, _ in receives]
+            for peer, _ in sends:
+                pipes[ids[me], peer].append(operations[me])
+        for peer in list(missing[me]):
+            if pipes[peer, ids[me]]:
+                failed[me] |= pipes[peer, ids[me]].popleft() != operations[me]
+                missing[me].remove(peer)
+                moved = True
+            else:
+                failed[me] |= failed[ids.index(peer)]
+        if not failed[me] and missing[me]:
+            return moved
+        at[me] += 1
+        return True
+
+    while any([advance(me) for me in range(len(ids))]):
+        pass
+    return [me for me in range(len(ids)) if not failed[me]]
+
+
 def run(members: Sequence[Team], programs: Sequence[Program], memories: Sequence[Memory]) -> None:
     """Run them all to the end.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Iterator
 
@@ -14,7 +15,7 @@ from megatron_elas.runtime.communicator import collectives
 from megatron_elas.runtime.communicator.collectives import Team
 from megatron_elas.runtime.communicator.reduction import Reduction
 from megatron_elas.runtime.transport.program import Program, Region
-from tests.runtime.communicator.programs import run, teams
+from tests.runtime.communicator.programs import find_unaware, run, teams
 
 COUNTS = [2, 3, 5, 8, 11]
 """On both sides of ``DIRECT_MEMBERS``."""
@@ -76,6 +77,61 @@ def test_all_reduce_gives_everybody_the_same_bits(
         assert torch.equal(results[0], expected)
     else:
         torch.testing.assert_close(results[0], expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.25)
+
+
+@pytest.fixture
+def always_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree in teams of two and more."""
+    monkeypatch.setattr(collectives, "EXCHANGE_MEMBERS", 1)
+
+
+def any_teams(count: int, seed: int = 0) -> list[Team]:
+    """Ids without order."""
+    workers = tuple(random.Random(100 * count + seed).sample(range(64), count))
+    return [Team(workers, at) for at in range(count)]
+
+
+@pytest.mark.usefixtures("always_tree")
+@pytest.mark.parametrize("count", range(2, 18))
+def test_a_tree_sums_in_the_order_of_the_members(count: int) -> None:
+    """Which differs from the order of their ids; the numbers are so different that the order shows."""
+    numbers = [float(10 ** (at * 5 % 9)) * (-1) ** at for at in range(count)]
+    expected = torch.zeros(3)
+    for number in numbers:
+        expected += number
+    for seed in range(5):
+        results = all_reduced(any_teams(count, seed), [torch.full((3,), number) for number in numbers])
+        assert all(torch.equal(result, expected) for result in results)
+
+
+@pytest.mark.usefixtures("always_tree")
+@pytest.mark.parametrize("count", range(2, 18))
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_tree_gathers_in_the_order_of_the_members(count: int, in_place: bool) -> None:
+    members = any_teams(count)
+    rows = [bytes([at]) * 12 for at in range(count)]
+    slots = [Region(0, at * 12, 12) for at in range(count)]
+    memories = []
+    for at, row in enumerate(rows):
+        room = bytearray(12 * count)
+        if in_place:
+            room[at * 12 : at * 12 + 12] = row
+        memories.append([room, bytearray(row)])
+    owns = [slots[at] if in_place else Region(1, 0, 12) for at in range(count)]
+    run(members, [collectives.all_gather(team, slots, owns[team.me]) for team in members], memories)
+    assert all(room == b"".join(rows) and own == row for (room, own), row in zip(memories, rows, strict=True))
+
+
+@pytest.mark.usefixtures("always_tree")
+@pytest.mark.parametrize("count", range(2, 18))
+def test_a_tree_needs_two_messages_for_each_edge(count: int) -> None:
+    members = any_teams(count)
+    for programs in (
+        [collectives.barrier(team) for team in members],
+        [collectives.all_reduce(team, Region(0, 0, 12), 4, Reduction(SUM, torch.float32)) for team in members],
+    ):
+        assert sum(len(one.sends) for program in programs for one in program.rounds) == 2 * (count - 1)
+    assert len({program.scratch_bytes for program in programs}) == 1, "``together`` decides by it, on every member"
 
 
 LIMITS = ("SMALL_BYTES", "PAIR_BYTES", "SCRATCH_BYTES", "DIRECT_MEMBERS", "SPREAD_BYTES")
@@ -144,7 +200,8 @@ def test_a_direct_reduction_sends_as_many_bytes_as_a_ring() -> None:
         (team, *_) = teams(9, deterministic=deterministic)
         program = collectives.all_reduce(team, Region(0, 0, size), 4, Reduction(SUM, torch.float32))
         sent.append(sum(send.region.size for one in program.rounds for send in one.sends))
-        assert len({send.peer for one in program.rounds[:4] for send in one.sends}) == (8 if deterministic else 1)
+        peers = {send.peer for one in program.rounds[:4] for send in one.sends if send.region.size}
+        assert len(peers) == (8 if deterministic else 1)
     assert sent[0] == sent[1] == 2 * 8 * size // 9
 
 
@@ -352,24 +409,55 @@ def test_a_reduction_that_makes_no_sense_is_refused(
 @pytest.mark.parametrize("length", [0, 3, 100_000, 1_000_000])
 def test_every_operation_begins_with_the_neighbours(count: int, length: int) -> None:
     """What makes members meet who called different operations, see the module."""
-    size = 4 * length
-    whole, reducer = Region(0, 0, size), Reduction(SUM, torch.float32)
-    slots = [Region(1 + at, 0, size) for at in range(count)]
     for team in teams(count):
-        for program in (
-            collectives.all_reduce(team, whole, 4, reducer),
-            collectives.reduce_scatter(team, whole, slots, 4, reducer),
-            collectives.reduce(team, whole, 4, 1, reducer),
-            collectives.all_gather(team, slots, whole),
-            collectives.broadcast(team, whole, 4, 1),
-            collectives.gather(team, slots, whole, 1),
-            collectives.scatter(team, whole, slots, 1),
-            collectives.all_to_all(team, slots, slots),
-            collectives.barrier(team),
-        ):
+        for program in every_operation(team, 4 * length).values():
             first = program.rounds[0]
-            assert team.members[team.me - 1] in [send.peer for send in first.sends]
-            assert team.members[(team.me + 1) % count] in [receive.peer for receive in first.receives]
+            if not team.uses_tree:
+                assert team.members[team.me - 1] in [send.peer for send in first.sends]
+                assert team.members[(team.me + 1) % count] in [receive.peer for receive in first.receives]
+                continue
+            perch = team.perch
+            assert {child.top for child in perch.children} <= {receive.peer for receive in first.receives}
+            if perch.parent is not None:
+                sends = [{send.peer for send in one.sends} for one in program.rounds[:2]]
+                assert perch.parent in sends[0] or (not sends[0] and sends[1] == {perch.parent})
+
+
+def every_operation(team: Team, size: int) -> dict[str, Program]:
+    whole, reducer = Region(0, 0, size), Reduction(SUM, torch.float32)
+    slots = [Region(1 + at, 0, size) for at in range(len(team.members))]
+    return {
+        "all_reduce": collectives.all_reduce(team, whole, 4, reducer),
+        "reduce_scatter": collectives.reduce_scatter(team, whole, slots, 4, reducer),
+        "reduce": collectives.reduce(team, whole, 4, 1, reducer),
+        "all_gather": collectives.all_gather(team, slots, whole),
+        "broadcast": collectives.broadcast(team, whole, 4, 1),
+        "gather": collectives.gather(team, slots, whole, 1),
+        "scatter": collectives.scatter(team, whole, slots, 1),
+        "all_to_all": collectives.all_to_all(team, slots, slots),
+        "barrier": collectives.barrier(team),
+    }
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9, 16])
+def test_whoever_mixes_operations_up_everybody_learns_it(count: int) -> None:
+    """Kinds and sizes drawn for each member, mostly of few kinds, so that many agree."""
+    draw = random.Random(count)
+    for seed in range(40):
+        members = any_teams(count, seed)
+        sizes = {f"{kind} {size}": (kind, size) for kind in every_operation(members[0], 4) for size in (4, 400_000)}
+        some = draw.sample(sorted(sizes), 2 + seed % 2)
+        called = [draw.choice(some) for _ in members]
+        called[draw.randrange(count)] = some[0]
+        called[draw.randrange(count)] = some[1]
+        if len(set(called)) == 1:
+            continue
+        programs = [
+            every_operation(team, sizes[name][1])[sizes[name][0]] for team, name in zip(members, called, strict=True)
+        ]
+        assert find_unaware(members, programs, called) == [], (members[0].members, called)
+    agreed = [collectives.barrier(team) for team in members]
+    assert find_unaware(members, agreed, ["barrier"] * count) == list(range(count))
 
 
 def test_programs_are_built_without_torch() -> None:

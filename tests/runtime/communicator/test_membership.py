@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import ReduceOp
 
+from megatron_elas.runtime.communicator.collectives import EXCHANGE_MEMBERS, Team, all_gather, all_reduce, barrier
 from megatron_elas.runtime.communicator.membership import GroupMembers, Membership
 from megatron_elas.runtime.communicator.neighbours import neighbours
+from megatron_elas.runtime.communicator.reduction import Reduction
+from megatron_elas.runtime.transport.program import Region
 
 ADDRESSES = {worker: f"unix:/{worker}" for worker in (2, 5, 9, 11)}
 
@@ -57,7 +62,23 @@ def test_neighbours_are_mutual(count: int) -> None:
     for own, found in enumerate(near):
         assert members[own] not in found
         assert all(members[own] in near[members.index(peer)] for peer in found)
-        if count > 1:
+        if count > EXCHANGE_MEMBERS:
+            assert len(found) <= members[-1].bit_length() + 1
+        elif count > 1:
             assert {members[(own + 1) % count], members[own - 1]} <= found
-        if count > 8:
-            assert len(found) <= 2 * (count - 1).bit_length()
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 21])
+@pytest.mark.parametrize("kind", ["barrier", "all_reduce", "all_gather"])
+def test_small_operations_use_links_to_neighbours_only(count: int, kind: str) -> None:
+    members = tuple((worker * 7) % 64 for worker in range(count))
+    own, slots = Region(0, 0, 8), [Region(1, 8 * at, 8) for at in range(count)]
+    for me in range(count):
+        team = Team(members, me)
+        program = {
+            "barrier": lambda team: barrier(team),
+            "all_reduce": lambda team: all_reduce(team, own, 4, Reduction(ReduceOp.SUM, torch.float32)),
+            "all_gather": lambda team: all_gather(team, slots, own),
+        }[kind](team)
+        peers = {transfer.peer for one in program.rounds for transfer in (*one.sends, *one.receives)}
+        assert peers == set(neighbours(members, me))

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_elas.runtime.communicator import collectives
 from megatron_elas.runtime.communicator.signatures import KINDS, explain, pack, unpack
 from megatron_elas.runtime.transport.base import ProtocolError
 from tests.runtime.communicator.test_epochs import check_sum, joined, make_barrier
@@ -109,14 +110,16 @@ WRONG: dict[Body, tuple[str, ...]] = {
 """Body, and what each rank's error must say."""
 
 
-@pytest.fixture(scope="module")
-def errors(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+@pytest.fixture(scope="module", params=["exchange", "tree"])
+def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each rank's call ended with, by body; an epoch for each, as a mix-up ends one."""
     ready = make_barrier(SIZE)
+    exchange_members = SIZE if request.param == "exchange" else 1
     folder = tmp_path_factory.mktemp("links")
 
     def body(own: int) -> dict[str, str]:
         found = {}
+        collectives.EXCHANGE_MEMBERS = exchange_members  # of this process
         with joined(own, SIZE, folder) as (transport, communicator):
             group = dist.new_group([0, 1, 2], group_desc="mixed up")
             for epoch, wrong in enumerate(WRONG, start=1):
