@@ -51,6 +51,24 @@ class Served:
         """From now on."""
         self.service._health._limit_s = self.service._agent_health._limit_s = limit_s
 
+    def set_agent_timeout(self, limit_s: float) -> None:
+        """From now on; the workers keep theirs."""
+        self.service._agent_health._limit_s = limit_s
+
+    def record(self, method: str) -> queue.Queue[tuple[Any, ...]]:
+        """The arguments of each call of a method of the service from now on, when the call has ended."""
+        calls: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        original = getattr(self.service, method)
+
+        def recorded(*args: Any) -> Any:
+            try:
+                return original(*args)
+            finally:
+                calls.put(args)
+
+        setattr(self.service, method, recorded)
+        return calls
+
     @property
     def state(self) -> State:
         """Its state now."""
