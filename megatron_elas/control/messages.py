@@ -217,12 +217,15 @@ class KillWorker(Message, kw_only=True):
 
 
 class StopAll(Message, kw_only=True):
-    """End all workers of the node, politely and then firmly, and exit with this code."""
+    """End all workers of the node, politely and then firmly, and exit with this code.
+
+    With SIGKILL the node was taken for lost: they are killed at once, because the others go on.
+    """
 
     exit_code: int
     sentence: str
     signum: int = 15
-    """The polite signal."""
+    """The first signal."""
 
 
 # ---------------------------------------------------------------- tools <-> controller

@@ -150,6 +150,8 @@ class OtherNode:
                 match decode_to_agent(text):
                     case Heard(number=number):
                         self._lease.answered(number)
+                    case StopAll(signum=signal.SIGKILL, sentence=sentence):
+                        self._end_workers(sentence)
                     case (Welcome() | StopAll()) as order if not self._answered.done():
                         self._answered.set_result(order)
                     case order:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import http
 import logging
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 
@@ -183,7 +184,9 @@ class ControlService:
         connection = self._agents.pop(node)
         self.apply(AgentLost(node=node, silent_s=silent_s))
         sentence = f"node {node} did not answer for {silent_s:.1f} s, so it was taken for lost"
-        broadcast([connection], encode(StopAll(exit_code=ExitCode.CUT_OFF, sentence=sentence)))
+        # Not by the exit code: that may be a script's own, and its job ends politely.
+        order = StopAll(exit_code=ExitCode.CUT_OFF, sentence=sentence, signum=signal.SIGKILL)
+        broadcast([connection], encode(order))
         self._spawn(connection.close())
 
     def _is_node_late(self, node: int, now: float) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import queue
 import re
+import signal
 import socket
 import statistics
 import threading
@@ -364,7 +365,8 @@ def test_a_node_that_falls_silent_is_lost_as_a_whole_and_told_so(told_to_end: qu
         assert quiesce.epoch == 1 and [loss.worker for loss in quiesce.lost] == [2, 3]
         assert re.fullmatch(r"node 1 did not answer for [\d.]+ s", quiesce.lost[0].detail)
         order = decode_to_agent(agent.recv(timeout=WAIT_S))
-        assert isinstance(order, StopAll) and order.exit_code == ExitCode.CUT_OFF
+        assert isinstance(order, StopAll)
+        assert (order.exit_code, order.signum) == (ExitCode.CUT_OFF, signal.SIGKILL), "its workers are not asked first"
         assert wait_closed(agent) is not None
 
 
