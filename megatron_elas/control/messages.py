@@ -195,7 +195,7 @@ class WorkerHung(Message, kw_only=True):
 
 
 class AgentHeartbeat(Message, kw_only=True):
-    """Sent every ``heartbeat_interval_s``. Answered by ``Heard``."""
+    """Sent every ``heartbeat_interval_s``, or more often (``Lease.pause_s``). Answered by ``Heard``."""
 
     node: int
     number: int
@@ -205,7 +205,7 @@ class AgentHeartbeat(Message, kw_only=True):
 
 
 class Heard(Message, kw_only=True):
-    """The heartbeat with this number came: its sender may go on for ``heartbeat_timeout_s`` from when it sent it."""
+    """The heartbeat with this number came: its sender's lease (``lease.py``) counts from when it sent it."""
 
     number: int
 
