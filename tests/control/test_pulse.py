@@ -141,6 +141,11 @@ def test_it_is_zero_when_it_was_ended_and_can_be_started_again(beating: Beating)
     beating.wait_beat()
 
 
+def test_a_second_start_finds_the_pulse_that_there_is(beating: Beating) -> None:
+    beating.order("start again")
+    beating.wait_beat()
+
+
 def test_without_the_library_there_is_none() -> None:
     made = Beating({native.SWITCH: "0"})
     try:
