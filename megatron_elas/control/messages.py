@@ -195,7 +195,7 @@ class WorkerHung(Message, kw_only=True):
 
 
 class AgentHeartbeat(Message, kw_only=True):
-    """Sent every ``heartbeat_interval_s``. Answered by ``Heard``."""
+    """Sent every ``heartbeat_interval_s``, or more often (``Lease.pause_s``). Answered by ``Heard``."""
 
     node: int
     number: int
@@ -205,7 +205,7 @@ class AgentHeartbeat(Message, kw_only=True):
 
 
 class Heard(Message, kw_only=True):
-    """The heartbeat with this number came: its sender may go on for ``heartbeat_timeout_s`` from when it sent it."""
+    """The heartbeat with this number came: its sender's lease (``lease.py``) counts from when it sent it."""
 
     number: int
 
@@ -217,12 +217,15 @@ class KillWorker(Message, kw_only=True):
 
 
 class StopAll(Message, kw_only=True):
-    """End all workers of the node, politely and then firmly, and exit with this code."""
+    """End all workers of the node, politely and then firmly, and exit with this code.
+
+    With SIGKILL the node was taken for lost: they are killed at once, because the others go on.
+    """
 
     exit_code: int
     sentence: str
     signum: int = 15
-    """The polite signal."""
+    """The first signal."""
 
 
 # ---------------------------------------------------------------- tools <-> controller

@@ -24,7 +24,7 @@ from megatron_elas.control.launch_options import (
     make_requests,
     make_shared_environ,
 )
-from megatron_elas.control.lease import Lease
+from megatron_elas.control.lease import Lease, read_clock
 from megatron_elas.control.messages import (
     AgentHeartbeat,
     AgentHello,
@@ -102,8 +102,8 @@ class OtherNode:
     async def join(self, agent: Agent, connection: ClientConnection) -> Welcome | StopAll:
         """Introduce the node, and wait until all have come. Raises NotStarted."""
         self._agent, self._connection = agent, connection
-        options, now = self._options, asyncio.get_running_loop().time()
-        self._lease = Lease(options.timeouts.heartbeat_timeout_s, now)
+        options = self._options
+        self._lease = Lease(options.timeouts, read_clock())
         hello = AgentHello(node=options.node_rank, host=socket.gethostname(), workers=options.workers)
         await connection.send(encode(hello))
         self._tasks = [asyncio.create_task(self._obey()), asyncio.create_task(self._keep_lease())]
@@ -150,6 +150,8 @@ class OtherNode:
                 match decode_to_agent(text):
                     case Heard(number=number):
                         self._lease.answered(number)
+                    case StopAll(signum=signal.SIGKILL, sentence=sentence):
+                        self._end_workers(sentence)
                     case (Welcome() | StopAll()) as order if not self._answered.done():
                         self._answered.set_result(order)
                     case order:
@@ -159,16 +161,18 @@ class OtherNode:
         self._end_workers("the controller on node 0 is gone")
 
     async def _keep_lease(self) -> None:
-        timeouts, loop = self._options.timeouts, asyncio.get_running_loop()
-        while (left_s := self._lease.left_s(loop.time())) > 0:
+        lease = self._lease
+        while (left_s := lease.left_s(read_clock())) > 0:
             heartbeat = AgentHeartbeat(
                 node=self._options.node_rank,
-                number=self._lease.ask(loop.time()),
+                number=lease.ask(read_clock()),
                 beating=self._agent.take_beating(),
             )
             broadcast([self._connection], encode(heartbeat))
-            await asyncio.sleep(min(left_s, timeouts.heartbeat_interval_s))
-        self._end_workers(f"node 0 did not answer within --heartbeat-timeout-s={timeouts.heartbeat_timeout_s:g}")
+            await asyncio.sleep(min(left_s, lease.pause_s))
+        self._end_workers(
+            f"node 0 did not answer for {lease.limit_s:g} s (--heartbeat-timeout-s less --heartbeat-interval-s)"
+        )
 
     def _end_workers(self, why: str) -> None:
         """At once: the others may be going on without this node, so nothing here may write any more.

@@ -7,6 +7,7 @@ Without the C library there is no pulse, and heartbeats are all there is.
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 from pathlib import Path
@@ -33,10 +34,14 @@ _library = _load()
 
 
 def start(fd: int, size: int, offset: int) -> bool:
-    """Beat at ``offset`` of the shared file ``fd`` of ``size`` bytes until ``stop``. Gives whether there is a pulse."""
+    """Beat at ``offset`` of the shared file ``fd`` of ``size`` bytes until ``stop``. Gives whether there is a pulse.
+
+    One that this process has already goes on as it is.
+    """
     if _library is None:
         return False
-    if error := _library.elas_pulse_start(fd, size, offset, round(PERIOD_S * 1e9)):
+    error = _library.elas_pulse_start(fd, size, offset, round(PERIOD_S * 1e9))
+    if error not in (0, errno.EALREADY):
         logger.warning("no pulse beside the heartbeats: %s", os.strerror(error))
         return False
     return True

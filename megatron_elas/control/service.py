@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import http
 import logging
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 
@@ -146,14 +147,20 @@ class ControlService:
             self._converse, host, port, process_request=self._authorize, start_serving=True, **OPTIONS
         )
         ticking = asyncio.create_task(self._tick())
+        ticking.add_done_callback(self._end_with)
         try:
             yield next(iter(server.sockets)).getsockname()[1]
         finally:
             ticking.cancel()
             server.close()
-            with contextlib.suppress(asyncio.CancelledError):
-                await ticking
+            await asyncio.wait({ticking})
             await server.wait_closed()
+
+    def _end_with(self, ticking: asyncio.Task[None]) -> None:
+        """Without it no silence is noticed: a bug there must end the job, too."""
+        error = None if ticking.cancelled() else ticking.exception()
+        if error is not None and not self.ended.done():
+            self.ended.set_exception(error)
 
     async def _tick(self) -> None:
         timeouts = self._state.roster.launch.timeouts
@@ -177,7 +184,9 @@ class ControlService:
         connection = self._agents.pop(node)
         self.apply(AgentLost(node=node, silent_s=silent_s))
         sentence = f"node {node} did not answer for {silent_s:.1f} s, so it was taken for lost"
-        broadcast([connection], encode(StopAll(exit_code=ExitCode.CUT_OFF, sentence=sentence)))
+        # Not by the exit code: that may be a script's own, and its job ends politely.
+        order = StopAll(exit_code=ExitCode.CUT_OFF, sentence=sentence, signum=signal.SIGKILL)
+        broadcast([connection], encode(order))
         self._spawn(connection.close())
 
     def _is_node_late(self, node: int, now: float) -> bool:
@@ -270,6 +279,8 @@ class ControlService:
                 self.apply(AgentLost(node=hello.node))
 
     def _hear_agent(self, connection: ServerConnection, hello: AgentHello, message: FromClient) -> None:
+        if self._agents.get(hello.node) is not connection:
+            return  # the node was taken for lost; an answer would prolong its lease
         self._agent_health.hear(hello.node, self.now())
         match message:
             case AgentHeartbeat(node=node, number=number, beating=beating) if node == hello.node:

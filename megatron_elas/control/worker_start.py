@@ -37,7 +37,7 @@ def become_worker(request: StartWorker, starter_pid: int, watch_fd: int) -> NoRe
         if isinstance(stream, io.TextIOWrapper):
             # A line is one write: whole among those of other workers, and out when the worker dies.
             stream.reconfigure(line_buffering=True, write_through=False)
-    _end(run_target(request.target))
+    end(run_target(request.target))
 
 
 def _redirect(log_path: str | None) -> None:
@@ -92,8 +92,11 @@ def _status_of(code: object) -> int:
     return 1
 
 
-def _end(status: int) -> NoReturn:
-    """End as Python does, short of tearing down modules, which a fork shares with its siblings."""
+def end(status: int) -> NoReturn:
+    """End as Python does, short of tearing down modules, which a fork shares with its siblings.
+
+    The death watch goes on until the script's last words: its threads and exit handlers may die, too.
+    """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's non-daemon threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

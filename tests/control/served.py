@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron_elas.config import ControlTimeouts
@@ -47,9 +47,32 @@ class Served:
         """Let the controller see an event."""
         self.call(self.service.worker_exited if isinstance(event, WorkerExited) else self.service.apply, event)
 
-    def set_heartbeat_timeout(self, limit_s: float) -> None:
-        """From now on."""
-        self.service._health._limit_s = self.service._agent_health._limit_s = limit_s
+    def set_agent_timeout(self, limit_s: float) -> None:
+        """From now on; the workers keep theirs."""
+        self.service._agent_health._limit_s = limit_s
+
+    def set_silence(self, workers: Sequence[int], silence_s: float) -> None:
+        """They said nothing for so long."""
+
+        def age() -> None:
+            for worker in workers:
+                self.service._health.hear(worker, self.service.now() - silence_s)
+
+        self.call(age)
+
+    def record(self, method: str) -> queue.Queue[tuple[Any, ...]]:
+        """The arguments of each call of a method of the service from now on, when the call has ended."""
+        calls: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        original = getattr(self.service, method)
+
+        def recorded(*args: Any) -> Any:
+            try:
+                return original(*args)
+            finally:
+                calls.put(args)
+
+        setattr(self.service, method, recorded)
+        return calls
 
     @property
     def state(self) -> State:

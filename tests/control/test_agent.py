@@ -21,12 +21,15 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
 
 PATIENCE_S = 30
 LARGE_WORKER = """
-import mmap, os, signal, sys
-size = int(sys.argv[1])
-pages = mmap.mmap(-1, size << 20)
+import atexit, mmap, os, signal, sys
+size, _, when = sys.argv[1].partition(" ")
+pages = mmap.mmap(-1, int(size) << 20)
 for position in range(0, len(pages), 4096):
     pages[position] = 1
-os.kill(os.getpid(), signal.SIGKILL)
+if when == "at exit":
+    atexit.register(os.kill, os.getpid(), signal.SIGKILL)
+else:
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 """Kills itself. The kernel takes some time to free what it has touched."""
 WAITING_WORKER = """
@@ -100,16 +103,18 @@ ATTEMPTS = 5
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["forked", "fresh"])
-@pytest.mark.parametrize("size", [300, pytest.param(1000, marks=pytest.mark.slow)], ids=lambda size: f"{size}MiB")
-def test_a_death_is_told_once_and_before_the_memory_is_free(tmp_path: Path, size: int, fresh: bool) -> None:
+@pytest.mark.parametrize(
+    "how", ["300", "300 at exit", pytest.param("1000", marks=pytest.mark.slow)], ids=["300MiB", "at-exit", "1000MiB"]
+)
+def test_a_death_is_told_once_and_before_the_memory_is_free(tmp_path: Path, how: str, fresh: bool) -> None:
     """The agent hears of the process's end by its pidfd, in the same run."""
     for _ in range(ATTEMPTS):
-        [told] = run_worker(tmp_path, LARGE_WORKER, str(size), fresh=fresh)
+        [told] = run_worker(tmp_path, LARGE_WORKER, how, fresh=fresh)
         assert isinstance(told.report, WorkerExited)
         assert (told.report.worker, told.report.status) == (3, -signal.SIGKILL)
         if told.process_was_there:
             return
-    pytest.fail(f"the death of a process of {size} MiB was never told before its end")
+    pytest.fail(f"the death of a process ({how} MiB) was never told before its end")
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["forked", "fresh"])
