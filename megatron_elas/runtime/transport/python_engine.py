@@ -156,9 +156,6 @@ class PythonEngine:
         link, parts = waits.link, waits.parts
         if waits.ticket and (link.pump() or link.flushed(waits.ticket)):
             waits.ticket = 0
-        if waits.ticket and not parts and not waits.deaf:
-            waits.deaf = not link.hear(call.epoch, call.tag, last)
-            waits.foreign = waits.deaf and link.waiting_tag() != call.tag
         while parts:
             state = link.receive(call.epoch, call.tag, parts[0])
             if state == DONE:
@@ -169,3 +166,6 @@ class PythonEngine:
                 raise self._control.refusal()
             else:
                 waits.deaf = False
+        if waits.ticket and not waits.deaf:  # poll does not tell of what was read ahead
+            waits.deaf = not link.hear(call.epoch, call.tag, last)
+            waits.foreign = waits.deaf and link.waiting_tag() != call.tag
