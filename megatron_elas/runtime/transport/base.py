@@ -123,7 +123,7 @@ class Transport(Protocol):
             EpochChanged: Cancelled.
             PeerLost: A peer left, refused or did not answer: within ``limit_s`` for all together, or within the
                 transport's own limits for each.
-            ValueError: A peer is this worker, or has no address.
+            ValueError: A peer is this worker, or has no address that can be dialled.
         """
 
     def name_channels(self, name_of: Callable[[int], str]) -> None:

@@ -112,8 +112,10 @@ class Dialler:
             hello = Hello(kind, owner.worker, peer, channel, owner.epoch)
             try:
                 dial = Dial(address, hello, connections.key)
-            except OSError as error:
+            except BaseException as error:
                 connections.unclaim([key])
+                if not isinstance(error, OSError):  # ValueError: no address that can be dialled
+                    raise
                 raise PeerLost(peer, connections.describe_failure(key, address, error.strerror or str(error))) from None
             self._dials[dial.socket.fileno()] = dial
 

@@ -194,6 +194,20 @@ def test_a_dead_address_is_told_at_once(tmp_path: Path) -> None:
         assert not dials_left(made[0])
 
 
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.usefixtures("engine")
+def test_an_address_that_is_none_is_refused_and_the_next_one_is_dialled(tmp_path: Path, worker: int) -> None:
+    with transports(2, tmp_path) as made:
+        own, peer = made[worker], made[1 - worker]
+        own.set_addresses({peer.worker: "nowhere"})
+        with pytest.raises(ValueError, match="must be unix:/path or tcp:host:port"):
+            own.exchange(CHANNEL, 0, [], [Part(peer.worker, room(1))])
+        assert not dials_left(own)
+        own.set_addresses({peer.worker: peer.address})
+        next_epoch(made)
+        check_works(made)
+
+
 def test_nothing_is_dialled_when_a_peer_cannot_be(tmp_path: Path) -> None:
     with transports(2, tmp_path) as made:
         for wrong in ((0, CHANNEL), (8, CHANNEL)):
