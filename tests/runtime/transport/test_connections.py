@@ -144,6 +144,24 @@ def dials_left(transport: SocketTransport) -> int:
     return len(transport._connections._dialling) + len(transport._connections._wakers)
 
 
+@pytest.mark.usefixtures("engine")
+def test_a_peer_that_says_for_ever_that_it_dials_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialler, "CONNECT_LIMIT_S", 0.1)
+    monkeypatch.setattr(dialler, "ANSWER_LIMIT_S", 1.0)
+    with transports(2, tmp_path) as made:
+        low, high = made
+        with high._connections.changed:
+            assert high._connections.claim((0, CHANNEL))
+        join = in_thread(lambda: low.exchange(CHANNEL, 0, [], [Part(1, room(1))]))
+        with pytest.raises(PeerLost, match=r"it says that it dials this worker, but made no link within 1\.\d s") as caught:
+            join()
+        assert caught.value.peer == 1
+        assert not dials_left(low)
+        high._connections.unclaim([(0, CHANNEL)])
+        next_epoch(made)
+        check_works(made)
+
+
 @pytest.mark.parametrize("worker", [0, 1])
 @pytest.mark.parametrize(("kind", "says"), [("unanswering", "accepted no connection"), ("silent", "did not answer")])
 def test_a_peer_that_does_not_answer_in_time_is_lost(
