@@ -651,7 +651,7 @@ int elas_go_on(struct op *op, struct failure *failure, uint8_t *pending) {
     if (status != FINISHED) {
         describe(op, status, failure);
         for (int at = 0; at < op->links; at++) pending[at] = op->slots[at].sends || op->slots[at].receives;
-        let_go(op, status == MIXED_UP || status == OBJECTED);
+        let_go(op, status == MIXED_UP || status == OBJECTED || (status == CANCELLED && !op->listens));
     }
     for (int at = 0; at < op->links; at++) leave(op->link[at]);
     free(op);
