@@ -32,6 +32,13 @@ FIRST_FREE = 1 << 40
 _HASHED = 1 << 31
 
 
+def related_to(channel: int) -> tuple[int, ...]:
+    """Whose users may wait for a worker whose epoch ended on this one: a group's collectives and point-to-point."""
+    if 0 <= channel < POINT_TO_POINT:
+        return (channel + POINT_TO_POINT,)
+    return (channel - POINT_TO_POINT,) if channel < 2 * POINT_TO_POINT else ()
+
+
 def channel_of(group_name: str) -> int:
     """The channel of a group, from the name that c10d gives it.
 

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_elas.runtime.communicator import torch_tables
 from megatron_elas.runtime.communicator.accelerators.accelerator import Accelerator
 from megatron_elas.runtime.communicator.accelerators.group import DeviceProcessGroup
-from megatron_elas.runtime.communicator.channels import FIRST_FREE, POINT_TO_POINT, channel_of
+from megatron_elas.runtime.communicator.channels import FIRST_FREE, POINT_TO_POINT, channel_of, related_to
 from megatron_elas.runtime.communicator.membership import DEFAULT_GROUP, Membership
 from megatron_elas.runtime.communicator.neighbours import neighbours
 from megatron_elas.runtime.communicator.process_group import ElasticProcessGroup
@@ -71,6 +71,7 @@ class Communicator:
         self.silent = False
         """Muted, or an error is pending. Read by groups before every operation."""
         transport.name_channels(self._name_channel)
+        transport.relate_channels(related_to)
 
     @classmethod
     def join(

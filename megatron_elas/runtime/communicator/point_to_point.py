@@ -42,12 +42,16 @@ time that they take."""
 LEND_BYTES = 2 << 20
 """Sends from this size on are not copied: fresh memory for the copy costs more than a thread."""
 
+LISTEN_AFTER_S = 0.2
+"""Who waits so long for a send has a thread read what its receiver says, which may have ended the epoch."""
+
 
 class Send(ElasticWork):
     """A send that a thread does; its tensor may not be changed before it has ended."""
 
-    def __init__(self, box: Mailbox, tensor: Tensor) -> None:
+    def __init__(self, box: Mailbox, tensor: Tensor, rank: int) -> None:
         super().__init__([tensor])
+        self.rank = rank
         self._box = box
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -112,13 +116,15 @@ class Receive(ElasticWork):
 class _Inbox:
     """Messages of one rank."""
 
-    __slots__ = ("reading", "thread", "unclaimed", "waiting")
+    __slots__ = ("listeners", "reading", "thread", "unclaimed", "waiting")
 
     def __init__(self) -> None:
         self.waiting: deque[Receive] = deque()
         """Asked for and not arrived, in the order of asking."""
         self.unclaimed: deque[tuple[int, Tensor]] = deque()
         """Tag and bytes of what has arrived and was not asked for, in the order of arrival."""
+        self.listeners = 0
+        """Who waits for sends to this rank."""
         self.reading = False
         """Some thread reads the link."""
         self.thread: threading.Thread | None = None
@@ -209,7 +215,7 @@ class Mailbox:
         return CompletedWork([tensor])
 
     def _lend(self, rank: int, outbox: _Outbox, envelope: memoryview, flat: Tensor, tensor: Tensor) -> Send:
-        work = Send(self, tensor)
+        work = Send(self, tensor, rank)
         if self._transport.cancelled:
             raise EpochChanged(f"epoch {self._transport.epoch} ended on worker {self._transport.worker}")
         with self._locked:
@@ -243,8 +249,18 @@ class Mailbox:
 
     def wait_for_send(self, work: Send, limit_s: float | None) -> None:
         """Return when ``work`` is done."""
+        quietly_s = LISTEN_AFTER_S if limit_s is None else min(limit_s, LISTEN_AFTER_S)
         with self._locked:
-            if not self.changed.wait_for(work.is_completed, limit_s):
+            done = self.changed.wait_for(work.is_completed, quietly_s)
+            if not done and limit_s != quietly_s:
+                inbox = self.inboxes[work.rank]
+                inbox.listeners += 1
+                try:
+                    self._start_reader(work.rank)
+                    done = self.changed.wait_for(work.is_completed, None if limit_s is None else limit_s - quietly_s)
+                finally:
+                    inbox.listeners -= 1
+            if not done:
                 raise TimeoutError(f"{self._describe()}: a send was not taken by its receiver within {limit_s:g} s")
 
     def _deliver_own(self, tag: int, flat: Tensor) -> None:
@@ -312,27 +328,32 @@ class Mailbox:
             if work._done:
                 return
             for rank in range(len(self._members)) if work.source is None else (work.source,):
-                inbox = self.inboxes[rank]
-                if rank == self._me or inbox.thread is not None:
-                    continue
-                name = f"elastic-receive-{self._channel:x}-{rank}"
-                inbox.thread = threading.Thread(target=self._read_while_asked, args=(rank,), name=name, daemon=True)
-                inbox.thread.start()
+                if rank != self._me:
+                    self._start_reader(rank)
+
+    def _start_reader(self, rank: int) -> None:
+        """Unless there is one. The caller holds the lock."""
+        inbox = self.inboxes[rank]
+        if inbox.thread is None:
+            name = f"elastic-receive-{self._channel:x}-{rank}"
+            inbox.thread = threading.Thread(target=self._read_while_asked, args=(rank,), name=name, daemon=True)
+            inbox.thread.start()
 
     def _read_while_asked(self, rank: int) -> None:
         inbox = self.inboxes[rank]
+        failed = False
         while True:
             with self._locked:
                 while inbox.reading:
                     self.changed.wait()
-                if not inbox.waiting and not self.from_any:
+                if not inbox.waiting and not self.from_any and (failed or not inbox.listeners):
                     inbox.thread = None
                     return
                 inbox.reading = True
-            self._read_one(rank)
+            failed = not self._read_one(rank)
 
-    def _read_one(self, rank: int) -> None:
-        """Read a message and give it to whom it is for. Errors go to all who wait for this rank."""
+    def _read_one(self, rank: int) -> bool:
+        """Read a message and give it to whom it is for. Errors go to all who wait for this rank; then it is False."""
         error: BaseException | None = None
         try:
             self._read(rank)
@@ -352,6 +373,7 @@ class Mailbox:
                 if error is not None:
                     self._fail(lambda work: work.source in (rank, None), error)
                 self.changed.notify_all()
+        return error is None
 
     def _read(self, rank: int) -> None:
         peer = self._members[rank]

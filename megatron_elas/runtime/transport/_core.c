@@ -493,7 +493,11 @@ static int wait_for_links(struct op *op) {
     }
     op->polls[0] = (struct pollfd){op->wake, POLLIN, 0};
     for (int k = 0; k < op->active; k++) {
-        struct slot *slot = &op->slots[op->order[k]];
+        struct slot *slot = &op->slots[op->current = op->order[k]];
+        if (!slot->receives && op->listens && !slot->deaf && has_read_ahead(op->link[op->current])) {
+            int status = listen_to(op, op->current); /* poll tells nothing of that */
+            if (status) return status;
+        }
         short events = slot->sends ? POLLOUT : 0;
         if (slot->receives || (op->listens && !slot->deaf)) events |= POLLIN;
         else if (slot->foreign && timeout_ms > SEARCH_MS) timeout_ms = SEARCH_MS;
@@ -647,7 +651,7 @@ int elas_go_on(struct op *op, struct failure *failure, uint8_t *pending) {
     if (status != FINISHED) {
         describe(op, status, failure);
         for (int at = 0; at < op->links; at++) pending[at] = op->slots[at].sends || op->slots[at].receives;
-        let_go(op, status == MIXED_UP || status == OBJECTED);
+        let_go(op, status == MIXED_UP || status == OBJECTED || (status == CANCELLED && !op->listens));
     }
     for (int at = 0; at < op->links; at++) leave(op->link[at]);
     free(op);

@@ -60,7 +60,7 @@ class Transport(Protocol):
             EpochChanged: Cancelled, or a frame of a newer epoch arrived.
             PeerLost: A link broke or could not be dialled.
             ProtocolError: A frame of this epoch had another tag or length than expected, here or at another worker of
-                the channel: who notices it objects to all its peers there, and they to theirs.
+                the channel: who notices it objects to all its peers there and on related channels, and they to theirs.
             TimeoutError: ``limit_s`` seconds have passed; names the peers that were not done. The epoch has ended
                 for this worker, as after the other errors.
         """
@@ -89,8 +89,9 @@ class Transport(Protocol):
     def send(self, channel: int, tag: int, part: Part) -> None:
         """Send, and return when the link has taken everything; nothing is copied.
 
-        Unlike ``exchange`` it does not listen to the link meanwhile, so another thread may receive on it. It comes
-        behind earlier posts of the link, and later ones behind it. Raises as ``exchange``.
+        Unlike ``exchange`` it does not listen to the link meanwhile, so another thread may receive on it; it ends when
+        another operation of this transport fails. It comes behind earlier posts of the link, and later ones behind it.
+        Raises as ``exchange``.
         """
 
     def post(self, channel: int, tag: int, part: Part) -> None:
@@ -123,11 +124,17 @@ class Transport(Protocol):
             EpochChanged: Cancelled.
             PeerLost: A peer left, refused or did not answer: within ``limit_s`` for all together, or within the
                 transport's own limits for each.
-            ValueError: A peer is this worker, or has no address.
+            ValueError: A peer is this worker, or has no address that can be dialled.
         """
 
     def name_channels(self, name_of: Callable[[int], str]) -> None:
         """Say how error texts call a channel, for example by its group; must not fail for any number."""
+
+    def relate_channels(self, related_to: Callable[[int], Collection[int]]) -> None:
+        """Say to which other channels an objection goes too; must not fail for any number.
+
+        Those whose users may wait for somebody whose epoch has ended on this one.
+        """
 
     def keep_links(self, is_used: Callable[[int, int], bool]) -> None:
         """Close the links for which ``is_used(peer, channel)`` is false.

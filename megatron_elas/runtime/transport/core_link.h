@@ -348,6 +348,11 @@ static uint64_t arrived(const struct link *link, uint32_t epoch) {
     return link->filled + (current ? link->payload - link->missing : 0);
 }
 
+/* Something has been read and is not handled yet: poll does not tell of it. */
+static bool has_read_ahead(const struct link *link) {
+    return link->stage_start < link->stage_end || link->stash || link->have == sizeof link->header;
+}
+
 /* Copy what comes `offset` bytes later, of what has been read ahead. */
 static bool look_ahead(const struct link *link, uint64_t offset, void *to, uint64_t size) {
     uint64_t staged = link->stage_end - link->stage_start, stashed = link->stash_end - link->stash_start;
@@ -358,11 +363,28 @@ static bool look_ahead(const struct link *link, uint64_t offset, void *to, uint6
     return true;
 }
 
+/* Find an objection behind the current frame, in what has been read ahead. */
+static bool objection_ahead(struct link *link, uint32_t epoch) {
+    struct header header;
+    for (uint64_t at = link->missing; look_ahead(link, at, &header, sizeof header);) {
+        at += sizeof header;
+        if (header.magic != MAGIC) return false; /* it is noticed when it is received */
+        if (header.epoch == epoch && header.tag == OBJECTION && header.left <= OBJECTION_BYTES) {
+            if (!look_ahead(link, at, link->text, header.left)) return false;
+            link->text[header.left] = 0;
+            return true;
+        }
+        at += smaller(header.left, MAX_PAYLOAD);
+    }
+    return false;
+}
+
 /* A frame of another operation is the current one: read on, into memory, in search of an objection behind it. Whoever
  * objects reads no more, so a worker that is blocked while sending to it would not be told otherwise. Done only when
  * nothing else has moved for a while: reading at once would let a worker send more that has not yet looked at what it
  * got. PART_DONE: that was all. */
 static enum received search(struct link *link, uint32_t epoch) {
+    if (objection_ahead(link, epoch)) return RECEIVE_OBJECTION;
     if (link->stash && link->stash_end == STASH_BYTES) return PART_DONE;
     uint8_t *stash = link->stash ? link->stash : malloc(STASH_BYTES);
     if (!stash) return PART_DONE;
@@ -379,17 +401,6 @@ static enum received search(struct link *link, uint32_t epoch) {
     if (!link->stash) link->stash_start = 0;
     link->stash = stash;
     link->stash_end = end + count;
-    struct header header;
-    for (uint64_t at = link->missing; look_ahead(link, at, &header, sizeof header);) {
-        at += sizeof header;
-        if (header.magic != MAGIC) break; /* it is noticed when it is received */
-        if (header.epoch == epoch && header.tag == OBJECTION && header.left <= OBJECTION_BYTES) {
-            if (!look_ahead(link, at, link->text, header.left)) break;
-            link->text[header.left] = 0;
-            return RECEIVE_OBJECTION;
-        }
-        at += smaller(header.left, MAX_PAYLOAD);
-    }
     return PART_MORE;
 }
 

@@ -29,7 +29,8 @@ OFFER_AFTER_S = 0.01
 offers that cross dials made the first operations after an edit about twice as slow."""
 
 AGAIN_S = 0.02
-"""An offer that crossed the peer's own dial is made again when that dial has brought no link by then."""
+"""An offer that crossed the peer's own dial is made again when that dial has brought no link by then. A peer whose dials
+bring none within both limits together is lost."""
 
 
 class Dialler:
@@ -43,6 +44,8 @@ class Dialler:
         self._missing = {key: self._began_s + OFFER_AFTER_S if own < key[0] else 0.0 for key in wanted}
         """Keys without a link, with the time from when on they may be dialled."""
         self._dials: dict[int, Dial] = {}
+        self._first_s: dict[Key, float] = {}
+        """When each key was dialled first."""
         self._limit_s = math.inf if limit_s is None else limit_s
         self._watched: dict[int, int] = {}
         self._poller = select.poll()
@@ -112,10 +115,13 @@ class Dialler:
             hello = Hello(kind, owner.worker, peer, channel, owner.epoch)
             try:
                 dial = Dial(address, hello, connections.key)
-            except OSError as error:
+            except BaseException as error:
                 connections.unclaim([key])
+                if not isinstance(error, OSError):  # ValueError: no address that can be dialled
+                    raise
                 raise PeerLost(peer, connections.describe_failure(key, address, error.strerror or str(error))) from None
             self._dials[dial.socket.fileno()] = dial
+            self._first_s.setdefault(key, dial.started_s)
 
     def _advance(self, dial: Dial) -> None:
         try:
@@ -133,8 +139,12 @@ class Dialler:
             del self._missing[key]
         else:
             dial.close()
-            self._missing[key] = time.monotonic() + AGAIN_S
             self._connections.unclaim([key])
+            now = time.monotonic()
+            self._missing[key] = now + AGAIN_S
+            tried_s = now - self._first_s[key]
+            if tried_s > CONNECT_LIMIT_S + ANSWER_LIMIT_S:  # what its own dial may take
+                raise self._lost(dial, f"it says that it dials this worker, but made no link within {tried_s:.1f} s")
 
     def _watch(self, dial: Dial, events: int) -> None:
         """Poll its socket for these, or not at all: one that is not connected would always be ready."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -27,7 +28,7 @@ class Objection(ProtocolError):
 class Control:
     """What ends operations before their time; one per transport."""
 
-    __slots__ = ("cancelled", "refusal", "wake")
+    __slots__ = ("cancelled", "ended", "ended_wake", "refusal", "wake")
 
     def __init__(self, refusal: Callable[[], Exception]) -> None:
         """``refusal`` gives the error of an operation that was cancelled or may not run."""
@@ -35,7 +36,34 @@ class Control:
         """Set to end all operations; together with ``wake``."""
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable while ``cancelled`` is set."""
+        self.ended = ctypes.c_int32(0)
+        """Also set when an operation has failed: ends those that do not listen, and so are not told otherwise."""
+        self.ended_wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable while ``ended`` is set."""
         self.refusal = refusal
+
+    def end(self) -> None:
+        """Set ``ended``."""
+        self.ended.value = 1
+        os.eventfd_write(self.ended_wake, 1)
+
+    def cancel(self) -> None:
+        """Set both."""
+        self.cancelled.value = 1
+        os.eventfd_write(self.wake, 1)
+        self.end()
+
+    def reset(self) -> None:
+        """Set neither."""
+        self.cancelled.value = self.ended.value = 0
+        for wake in (self.wake, self.ended_wake):
+            with contextlib.suppress(BlockingIOError):  # it was not set
+                os.eventfd_read(wake)
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        os.close(self.wake)
+        os.close(self.ended_wake)
 
 
 class Call(NamedTuple):
@@ -68,8 +96,8 @@ class Engine(Protocol):
     """Moves bytes over links of its own kind.
 
     Both methods return when everything is done, or raise what ``base.Transport.exchange`` raises, and have let go of
-    all buffers then. When they raise ``ProtocolError``, a frame that was half sent is still on its way, with its true
-    bytes; after other errors its link is cut.
+    all buffers then. When they raise ``ProtocolError``, or do not listen and were ended by ``Control.ended``, a frame that
+    was half sent is still on its way, with its true bytes; after other errors its link is cut.
     """
 
     name: str

@@ -169,6 +169,7 @@ class NativeEngine:
         self._core: ctypes.CDLL = core
         self._control = control
         self._cancelled = ctypes.addressof(control.cancelled)
+        self._ended = ctypes.addressof(control.ended)
         self._compiled: dict[int, _Compiled] = {}
         self._memory = _ThreadMemory()
 
@@ -236,8 +237,10 @@ class NativeEngine:
         count = len(bound.links)
         if count > len(pending):
             pending = memory.pending = ctypes.create_string_buffer(count)
+        control = self._control
+        ended, wake = (self._cancelled, control.wake) if call.listens else (self._ended, control.ended_wake)
         _ARGUMENTS.pack_into(
-            arguments, 0, self._cancelled, self._control.wake, call.epoch, call.tag,
+            arguments, 0, ended, wake, call.epoch, call.tag,
             0 if call.deadline is None else max(1, int(call.deadline * 1e9)), call.listens,
             code, bound.where, count, buffers.buffer_info()[0],
             memory.failure_at, ctypes.addressof(pending), 0,

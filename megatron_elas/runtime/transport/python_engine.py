@@ -71,14 +71,14 @@ class PythonEngine:
                 waits.parts.append(buffer)
             if waiting:
                 self._wait(waiting, call, last)
-        except ProtocolError:
+        except BaseException as error:
+            true_bytes = isinstance(error, ProtocolError) or (not call.listens and self._control.ended.value)
             for link, _ in sends:
                 assert isinstance(link, PythonLink)
-                link.keep_half_frame()
-            raise
-        except BaseException:
-            for link, _ in sends:
-                link.cut()
+                if true_bytes:
+                    link.keep_half_frame()
+                else:
+                    link.cut()
             raise
 
     def run(self, call: Call, program: Program, link_to: Callable[[int], Link], buffers: Sequence[memoryview]) -> None:
@@ -117,6 +117,7 @@ class PythonEngine:
         poller: select.poll | None = None
         ready = list(waiting)
         control = self._control
+        ended, wake = (control.cancelled, control.wake) if call.listens else (control.ended, control.ended_wake)
         while True:
             for fd in ready:
                 waits = waiting.get(fd)
@@ -134,11 +135,11 @@ class PythonEngine:
                 waits.events = events
             if not waiting:
                 return
-            if control.cancelled.value:
+            if ended.value:
                 raise control.refusal()
             if poller is None:
                 poller = select.poll()
-                poller.register(control.wake, select.POLLIN)
+                poller.register(wake, select.POLLIN)
                 for fd, waits in waiting.items():
                     poller.register(fd, waits.events)
             left_ms = None if call.deadline is None else (call.deadline - time.monotonic()) * 1e3
@@ -156,9 +157,6 @@ class PythonEngine:
         link, parts = waits.link, waits.parts
         if waits.ticket and (link.pump() or link.flushed(waits.ticket)):
             waits.ticket = 0
-        if waits.ticket and not parts and not waits.deaf:
-            waits.deaf = not link.hear(call.epoch, call.tag, last)
-            waits.foreign = waits.deaf and link.waiting_tag() != call.tag
         while parts:
             state = link.receive(call.epoch, call.tag, parts[0])
             if state == DONE:
@@ -169,3 +167,6 @@ class PythonEngine:
                 raise self._control.refusal()
             else:
                 waits.deaf = False
+        if waits.ticket and not waits.deaf:  # poll does not tell of what was read ahead
+            waits.deaf = not link.hear(call.epoch, call.tag, last)
+            waits.foreign = waits.deaf and link.waiting_tag() != call.tag

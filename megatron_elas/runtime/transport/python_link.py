@@ -279,12 +279,6 @@ class PythonLink(Link):
 
     def _search_some(self, epoch: int) -> bool:
         stash = self._stash
-        if len(stash) >= _STASH_BYTES:
-            return False
-        data = self.sock.recv(min(1 << 18, _STASH_BYTES - len(stash)))
-        if not data:
-            raise self.error(CLOSED)
-        stash += data
         at = self._missing
         while at + HEADER_BYTES <= len(stash):
             magic, of, tag, left = HEADER.unpack_from(stash, at)
@@ -296,6 +290,12 @@ class PythonLink(Link):
                     break
                 raise Objection(stash[at : at + left].decode(errors="replace"))
             at += min(left, MAX_PAYLOAD)
+        if len(stash) >= _STASH_BYTES:
+            return False
+        data = self.sock.recv(min(1 << 18, _STASH_BYTES - len(stash)))
+        if not data:
+            raise self.error(CLOSED)
+        stash += data
         return True
 
     def _receive_into(self, space: memoryview) -> int:

@@ -4,14 +4,13 @@ How links come about: see ``connections``.
 
 Ending: ``cancel`` makes ``_wake`` readable, on which every wait polls. The first operation that fails in an epoch
 poisons the transport: no later one may send frames, or peers would read them as answers to another operation. When it
-failed because operations were mixed up, all peers of the channel are told, and tell theirs: an objection reaches
-everybody who waits, directly or through others, for somebody who knows.
+failed because operations were mixed up, all peers of the channel and of those related to it are told, and tell theirs:
+an objection reaches everybody who waits, directly or through others, for somebody who knows. A ``send``, which does not
+listen, ends with the epoch.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -30,6 +29,8 @@ class _Failure(NamedTuple):
 
     peer: int | None
     why: str
+    objection: str | None = None
+    """What peers are told when operations were mixed up."""
 
 
 class SocketTransport:
@@ -64,8 +65,9 @@ class SocketTransport:
             self._connections = Connections(self, listen, token)
         except BaseException:
             self._posts.close()
-            os.close(self._wake)
+            self._control.close()
             raise
+        self._related_to: Callable[[int], Collection[int]] = lambda _: ()
         self._links = self._connections.links
         self._changed = self._connections.changed
 
@@ -163,6 +165,10 @@ class SocketTransport:
             call = Call.begin(channel, self._epoch, tag, None, listens=False)
             self._engine.exchange(call, [(used[0], buffer)], [])
         except BaseException as error:
+            failure = self._failure
+            if failure and failure.objection and isinstance(error, EpochChanged) and not self._cancelled:
+                self._object(used, failure.objection)  # again: the engine may have dropped the first one
+                raise Objection(failure.objection) from None
             self._break_off(channel, used, error)
             raise
 
@@ -196,16 +202,17 @@ class SocketTransport:
         with self._changed:
             if not self._closed:
                 self._cancelled = True  # an adopt may have come between
-                self._control.cancelled.value = 1
-                os.eventfd_write(self._wake, 1)
+                self._control.cancel()
             self._changed.notify_all()
 
-    def _poison(self, error: BaseException) -> bool:
+    def _poison(self, error: BaseException, objection: str | None = None) -> bool:
         """End the epoch for this worker. True when it had not ended yet."""
         with self._changed:
             if self._failure is not None:
                 return False
-            self._failure = _Failure(error.peer if isinstance(error, PeerLost) else None, str(error))
+            self._failure = _Failure(error.peer if isinstance(error, PeerLost) else None, str(error), objection)
+            if not self._closed:
+                self._control.end()
             return True
 
     def refusal(self) -> EpochChanged:
@@ -225,13 +232,17 @@ class SocketTransport:
             known = isinstance(error, EpochChanged | TimeoutError)
             self._poison(error if known else EpochChanged(f"an operation was broken off by {error!r}"))
             return
-        if self._poison(error):
-            text = str(error) if isinstance(error, Objection) else f"worker {self._worker} noticed: {error}"
+        text = str(error) if isinstance(error, Objection) else f"worker {self._worker} noticed: {error}"
+        if self._poison(error, text):
+            channels = {channel, *self._related_to(channel)}
             with self._changed:
-                links = [link for link in self._links.values() if link.channel == channel]
-            for link in links:
-                if not link.object(self._epoch, text):
-                    self._posts.watch(link)
+                links = [link for link in self._links.values() if link.channel in channels]
+            self._object(links, text)
+
+    def _object(self, links: Iterable[Link], text: str) -> None:
+        for link in links:
+            if not link.object(self._epoch, text):
+                self._posts.watch(link)
 
     def adopt(self, epoch: int, *, lost: Collection[int]) -> None:
         """Enter a new epoch.
@@ -251,9 +262,7 @@ class SocketTransport:
             self._engine.forget()
             self._failure = None
             self._cancelled = False
-            self._control.cancelled.value = 0
-            with contextlib.suppress(BlockingIOError):  # it failed without a cancel
-                os.eventfd_read(self._wake)
+            self._control.reset()
 
     def open_links(self, wanted: Collection[tuple[int, int]], limit_s: float | None = None) -> None:
         """See ``base.Transport``."""
@@ -266,6 +275,10 @@ class SocketTransport:
     def name_channels(self, name_of: Callable[[int], str]) -> None:
         """See ``base.Transport``."""
         self._connections.name_channel = name_of
+
+    def relate_channels(self, related_to: Callable[[int], Collection[int]]) -> None:
+        """See ``base.Transport``."""
+        self._related_to = related_to
 
     def keep_links(self, is_used: Callable[[int, int], bool]) -> None:
         """See ``base.Transport``."""
@@ -282,4 +295,4 @@ class SocketTransport:
             self._closed = True
         self._connections.close()
         self._posts.close()
-        os.close(self._wake)
+        self._control.close()

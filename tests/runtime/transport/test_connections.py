@@ -144,6 +144,24 @@ def dials_left(transport: SocketTransport) -> int:
     return len(transport._connections._dialling) + len(transport._connections._wakers)
 
 
+@pytest.mark.usefixtures("engine")
+def test_a_peer_that_says_for_ever_that_it_dials_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialler, "CONNECT_LIMIT_S", 0.1)
+    monkeypatch.setattr(dialler, "ANSWER_LIMIT_S", 1.0)
+    with transports(2, tmp_path) as made:
+        low, high = made
+        with high._connections.changed:
+            assert high._connections.claim((0, CHANNEL))
+        join = in_thread(lambda: low.exchange(CHANNEL, 0, [], [Part(1, room(1))]))
+        with pytest.raises(PeerLost, match=r"it says that it dials this worker, but made no link within 1\.\d s") as caught:
+            join()
+        assert caught.value.peer == 1
+        assert not dials_left(low)
+        high._connections.unclaim([(0, CHANNEL)])
+        next_epoch(made)
+        check_works(made)
+
+
 @pytest.mark.parametrize("worker", [0, 1])
 @pytest.mark.parametrize(("kind", "says"), [("unanswering", "accepted no connection"), ("silent", "did not answer")])
 def test_a_peer_that_does_not_answer_in_time_is_lost(
@@ -192,6 +210,20 @@ def test_a_dead_address_is_told_at_once(tmp_path: Path) -> None:
         with pytest.raises(PeerLost, match=rf"could not dial {address}: Connection refused \(channel 7, epoch 0\)"):
             made[0].open_links([(3, CHANNEL)])
         assert not dials_left(made[0])
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.usefixtures("engine")
+def test_an_address_that_is_none_is_refused_and_the_next_one_is_dialled(tmp_path: Path, worker: int) -> None:
+    with transports(2, tmp_path) as made:
+        own, peer = made[worker], made[1 - worker]
+        own.set_addresses({peer.worker: "nowhere"})
+        with pytest.raises(ValueError, match="must be unix:/path or tcp:host:port"):
+            own.exchange(CHANNEL, 0, [], [Part(peer.worker, room(1))])
+        assert not dials_left(own)
+        own.set_addresses({peer.worker: peer.address})
+        next_epoch(made)
+        check_works(made)
 
 
 def test_nothing_is_dialled_when_a_peer_cannot_be(tmp_path: Path) -> None:

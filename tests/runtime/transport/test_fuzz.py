@@ -26,7 +26,7 @@ GUARD = bytes([0xA5]) * 64
 def control_of_its_own() -> Iterator[Control]:
     control = Control(lambda: EpochChanged("cancelled"))
     yield control
-    os.close(control.wake)
+    control.close()
 
 
 def outcome(make: Callable[[Control], Engine], stream: bytes, sizes: list[int], cuts: list[int]) -> tuple[str, bytes]:

@@ -142,6 +142,37 @@ def test_an_objection_behind_frames_of_another_operation_is_heard(tmp_path: Path
         check_works(made, [(0, 1)])
 
 
+@pytest.mark.parametrize("tag", [2, 3])
+def test_an_objection_that_was_read_together_with_what_came_before_it_is_heard(tmp_path: Path, tag: int) -> None:
+    """The last part, or with tag 3 also a frame of another operation, and the objection are there at once."""
+    with transports(2, tmp_path) as made:
+        link_all(made, [(0, 1)])
+        for each in range(2, tag + 1):
+            made[1].post(CHANNEL, each, Part(0, data(8)))
+        made[1]._break_off(CHANNEL, [], ProtocolError("by the test"))
+        time.sleep(0.2)  # all of it has arrived
+        with pytest.raises(ProtocolError, match="worker 1 noticed: by the test"):
+            made[0].exchange(CHANNEL, 2, [Part(1, data(40 * MIB))], [Part(1, room(8))], limit_s=5)
+        check_works(made, [(0, 1)])
+
+
+def test_a_newer_epoch_that_was_heard_of_once_is_heard_of_again(tmp_path: Path) -> None:
+    """Its frame is the current one of the link, so the socket is empty."""
+    with transports(2, tmp_path) as made:
+        link_all(made, [(0, 1)])
+        made[1].cancel()
+        made[1].adopt(4, lost=())
+        made[1].post(CHANNEL, 3, Part(0, data(0)))
+        for epoch in (1, 2):
+            with pytest.raises(EpochChanged, match="worker 1 is in epoch 4 already"):
+                made[0].exchange(CHANNEL, 2, [Part(1, data(40 * MIB))], [], limit_s=5)
+            made[0].adopt(epoch, lost=())
+        made[0].cancel()
+        made[0].adopt(4, lost=())
+        made[0].exchange(CHANNEL, 3, [], [Part(1, room(0))])
+        check_works(made, [(0, 1)], 5)
+
+
 def test_two_that_only_send_to_each_other_notice(tmp_path: Path) -> None:
     """As in a broadcast with two roots."""
     with transports(2, tmp_path) as made:
