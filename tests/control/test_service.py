@@ -64,9 +64,7 @@ UNREAD = 10
 @contextlib.contextmanager
 def dialled(served: Served, token: str = TOKEN, **options: Any):
     headers = make_headers(token)
-    with connect(
-        served.address, additional_headers=headers, proxy=None, open_timeout=WAIT_S, **options
-    ) as connection:
+    with connect(served.address, additional_headers=headers, proxy=None, open_timeout=WAIT_S, **options) as connection:
         yield connection
 
 

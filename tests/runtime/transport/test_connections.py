@@ -153,7 +153,9 @@ def test_a_peer_that_says_for_ever_that_it_dials_is_lost(tmp_path: Path, monkeyp
         with high._connections.changed:
             assert high._connections.claim((0, CHANNEL))
         join = in_thread(lambda: low.exchange(CHANNEL, 0, [], [Part(1, room(1))]))
-        with pytest.raises(PeerLost, match=r"it says that it dials this worker, but made no link within 1\.\d s") as caught:
+        with pytest.raises(
+            PeerLost, match=r"it says that it dials this worker, but made no link within 1\.\d s"
+        ) as caught:
             join()
         assert caught.value.peer == 1
         assert not dials_left(low)
