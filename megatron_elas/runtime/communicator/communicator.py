@@ -110,6 +110,8 @@ class Communicator:
             communicator.register_backend()
             torch_tables.init_torch(membership.ranks[worker], len(membership.ranks))
         communicator._edit_groups(membership)
+        for group in communicator.groups:
+            group.presume_run()
         return communicator
 
     @property
@@ -306,6 +308,7 @@ class Communicator:
                 torch_tables.make_group(name, ranks, ranks.index(membership.ranks[worker]), new.description)
             else:
                 self.open_group(name, new.members)._set_group_desc(new.description)
+            self._groups[name].presume_run()
             if new.channel is not None:
                 self._groups[name].edit(new.members, new.channel)
         if with_torch:

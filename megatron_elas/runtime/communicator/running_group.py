@@ -150,8 +150,12 @@ class RunningGroup(dist.ProcessGroup):
 
     @property
     def has_run(self) -> bool:
-        """A collective was asked for since the group was made."""
+        """A collective was asked for since the group was made, or by members that were there before."""
         return self._has_run
+
+    def presume_run(self) -> None:
+        """The others have used the group before this worker came to it."""
+        self._has_run = True
 
     def edit(self, members: Sequence[int], channel: int | None = None) -> None:
         """Change who takes part, in place. Costs microseconds; links are made when first used.
