@@ -75,7 +75,7 @@ struct slot {
     struct receive *receives, *last_receive;
     bool can_send, can_receive; /* worth trying */
     bool deaf;    /* a frame of this epoch waits on it though nothing is expected yet, so it is not listened to */
-    bool foreign; /* that frame is another operation's, and an objection may be behind it */
+    bool search;  /* an objection may be behind that frame */
 };
 
 struct op {
@@ -434,10 +434,7 @@ static int advance_receives(struct op *op, int at) {
 /* A link that is only sent to may bring an objection, or the news of another epoch. */
 static int listen_to(struct op *op, int at) {
     enum received state = hear(op->link[at], op->epoch, op->tag, !op->rounds_left);
-    if (state == PART_DONE) {
-        op->slots[at].deaf = true;
-        op->slots[at].foreign = op->link[at]->header.tag != op->tag;
-    }
+    if (state == PART_DONE) op->slots[at].deaf = op->slots[at].search = true;
     return status_of(state);
 }
 
@@ -445,9 +442,9 @@ static int listen_to(struct op *op, int at) {
 static int search_all(struct op *op) {
     for (int k = 0; k < op->active; k++) {
         struct slot *slot = &op->slots[op->current = op->order[k]];
-        enum received state = slot->foreign && !slot->receives ? PART_MORE : RECEIVE_BLOCKED;
+        enum received state = slot->search && !slot->receives ? PART_MORE : RECEIVE_BLOCKED;
         while (state == PART_MORE) state = search(op->link[op->current], op->epoch);
-        if (state == PART_DONE) slot->foreign = false;
+        if (state == PART_DONE) slot->search = false;
         if (status_of(state)) return status_of(state);
     }
     return FINISHED;
@@ -500,7 +497,7 @@ static int wait_for_links(struct op *op) {
         }
         short events = slot->sends ? POLLOUT : 0;
         if (slot->receives || (op->listens && !slot->deaf)) events |= POLLIN;
-        else if (slot->foreign && timeout_ms > SEARCH_MS) timeout_ms = SEARCH_MS;
+        else if (slot->search && timeout_ms > SEARCH_MS) timeout_ms = SEARCH_MS;
         op->polls[k + 1] = (struct pollfd){op->link[op->order[k]]->fd, events, 0};
     }
     int count = poll(op->polls, op->active + 1, timeout_ms);

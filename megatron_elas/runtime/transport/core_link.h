@@ -379,7 +379,7 @@ static bool objection_ahead(struct link *link, uint32_t epoch) {
     return false;
 }
 
-/* A frame of another operation is the current one: read on, into memory, in search of an objection behind it. Whoever
+/* A frame that nobody expects yet is the current one: read on, into memory, in search of an objection behind it. Whoever
  * objects reads no more, so a worker that is blocked while sending to it would not be told otherwise. Done only when
  * nothing else has moved for a while: reading at once would let a worker send more that has not yet looked at what it
  * got. PART_DONE: that was all. */

@@ -22,7 +22,7 @@ _SEARCH_MS = 50
 class _Waiting:
     """What an exchange still has to do on one link."""
 
-    __slots__ = ("deaf", "events", "foreign", "link", "parts", "ticket")
+    __slots__ = ("deaf", "events", "link", "parts", "search", "ticket")
 
     def __init__(self, link: PythonLink, listens: bool) -> None:
         self.link = link
@@ -31,8 +31,8 @@ class _Waiting:
         self.events = 0
         self.deaf = not listens
         """A frame of this epoch waits on it though nothing is expected yet, so it is not listened to."""
-        self.foreign = False
-        """That frame is another operation's, and an objection may be behind it."""
+        self.search = False
+        """An objection may be behind that frame."""
 
 
 class PythonEngine:
@@ -145,13 +145,13 @@ class PythonEngine:
             left_ms = None if call.deadline is None else (call.deadline - time.monotonic()) * 1e3
             if left_ms is not None and left_ms <= 0:
                 raise call.too_slow([waits.link for waits in waiting.values()])
-            foreign = [waits for waits in waiting.values() if waits.foreign]
-            if foreign:
+            searched = [waits for waits in waiting.values() if waits.search]
+            if searched:
                 left_ms = _SEARCH_MS if left_ms is None else min(left_ms, _SEARCH_MS)
             ready = [fd for fd, _ in poller.poll(left_ms)]
             if not ready:
-                for waits in foreign:
-                    waits.foreign = waits.link.search(call.epoch)
+                for waits in searched:
+                    waits.search = waits.link.search(call.epoch)
 
     def _advance(self, waits: _Waiting, call: Call, last: bool) -> None:
         link, parts = waits.link, waits.parts
@@ -169,4 +169,4 @@ class PythonEngine:
                 waits.deaf = False
         if waits.ticket and not waits.deaf:  # poll does not tell of what was read ahead
             waits.deaf = not link.hear(call.epoch, call.tag, last)
-            waits.foreign = waits.deaf and link.waiting_tag() != call.tag
+            waits.search = waits.deaf

@@ -251,12 +251,8 @@ class PythonLink(Link):
         except OSError as error:
             raise self.error(error.strerror or str(error)) from None
 
-    def waiting_tag(self) -> int:
-        """Of the frame that waits."""
-        return self._tag
-
     def search(self, epoch: int) -> bool:
-        """Read on behind a frame of another operation, into memory, in search of an objection.
+        """Read on behind a frame that nobody expects yet, into memory, in search of an objection.
 
         Whoever objects reads no more, so a worker that is blocked while sending to it would not be told otherwise.
         Done only when nothing else has moved for a while: reading at once would let a worker send more that has not yet

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_elas.runtime.transport.base import Part, ProtocolError
 from megatron_elas.runtime.transport.frame import HEADER, MAGIC, OBJECTION, OBJECTION_BYTES
+from megatron_elas.runtime.transport.program import Program, Region, Round, Transfer
 from megatron_elas.runtime.transport.sockets import SocketTransport
 from megatron_elas.spec.errors import EpochChanged, PeerLost
 from tests.runtime.transport.together import MIB, all_at_once, data, in_thread, next_epoch, room, transports
@@ -153,6 +154,24 @@ def test_an_objection_that_was_read_together_with_what_came_before_it_is_heard(t
         time.sleep(0.2)  # all of it has arrived
         with pytest.raises(ProtocolError, match="worker 1 noticed: by the test"):
             made[0].exchange(CHANNEL, 2, [Part(1, data(40 * MIB))], [Part(1, room(8))], limit_s=5)
+        check_works(made, [(0, 1)])
+
+
+@pytest.mark.parametrize("size", [8, MIB])
+def test_an_objection_behind_a_frame_of_the_next_round_is_heard(tmp_path: Path, size: int) -> None:
+    """The frame has the tag of the program that is under way, in which worker 0 still sends."""
+    there, back = Region(0, 0, 40 * MIB), Region(1, 0, size)
+    program = Program((Round((Transfer(1, there),), ()), Round((), (Transfer(1, back),))))
+    with transports(2, tmp_path) as made:
+        link_all(made, [(0, 1)])
+        made[1].post(CHANNEL, 2, Part(0, data(size)))
+        running = in_thread(
+            lambda: made[0].run(CHANNEL, 2, program, [memoryview(bytearray(40 * MIB)), room(size)], limit_s=5)
+        )
+        wait_until(lambda: made[0]._links[1, CHANNEL].queued > 0)
+        made[1]._break_off(CHANNEL, [], ProtocolError("by the test"))
+        with pytest.raises(ProtocolError, match="worker 1 noticed: by the test"):
+            running()
         check_works(made, [(0, 1)])
 
 
