@@ -190,6 +190,8 @@ class Mailbox:
             threads += [outbox.thread for outbox in self.outboxes.values() if outbox.thread is not None]
             for inbox in self.inboxes.values():
                 inbox.unclaimed.clear()
+                inbox.reading = False  # an interrupt may have come just before the reading
+            self.changed.notify_all()
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()

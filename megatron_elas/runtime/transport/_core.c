@@ -631,42 +631,6 @@ static void describe(struct op *op, int status, struct failure *failure) {
     if (status == OBJECTED) memcpy(failure->text, link->text, sizeof failure->text);
 }
 
-/* Go on with an operation. It is freed, and no buffer is touched any more, unless LOOK or REDUCE is returned. `pending`
- * has room for one byte per link: with TIMED_OUT, 1 for those that were not done. */
-int elas_go_on(struct op *op, struct failure *failure, uint8_t *pending) {
-    int status = FINISHED;
-    for (int at = 0; at < op->links; at++)
-        if (!enter(op->link[at]) && !status) {
-            op->current = at;
-            status = LOST;
-        }
-    if (!status) status = work(op, failure);
-    if (status == LOOK || status == REDUCE) {
-        for (int at = 0; at < op->links; at++) leave(op->link[at]);
-        return status;
-    }
-    if (status != FINISHED) {
-        describe(op, status, failure);
-        for (int at = 0; at < op->links; at++) pending[at] = op->slots[at].sends || op->slots[at].receives;
-        let_go(op, status == MIXED_UP || status == OBJECTED || (status == CANCELLED && !op->listens));
-    }
-    for (int at = 0; at < op->links; at++) leave(op->link[at]);
-    free(op);
-    return status;
-}
-
-/* Give up an operation that waits for the interpreter. */
-void elas_abandon(struct op *op) {
-    let_go(op, false);
-    free(op);
-}
-
-static void *carve(uint8_t **memory, size_t size) {
-    void *piece = *memory;
-    *memory += (size + 15) & ~(size_t)15;
-    return piece;
-}
-
 /* What an operation needs; laid out as native_engine.py packs it. */
 struct arguments {
     const _Atomic int32_t *cancelled;
@@ -680,8 +644,48 @@ struct arguments {
     uint8_t **buffers;
     struct failure *failure;
     uint8_t *pending;
-    struct op *made; /* set with LOOK and REDUCE: what elas_go_on goes on with */
+    struct op *made; /* what elas_go_on goes on with; NULL when it has ended, else elas_go_on or elas_abandon must follow */
 };
+
+/* Go on with an operation. It is freed, and no buffer is touched any more, unless LOOK or REDUCE is returned. `pending`
+ * has room for one byte per link: with TIMED_OUT, 1 for those that were not done. */
+int elas_go_on(struct arguments *call) {
+    struct op *op = call->made;
+    struct failure *failure = call->failure;
+    int status = FINISHED;
+    for (int at = 0; at < op->links; at++)
+        if (!enter(op->link[at]) && !status) {
+            op->current = at;
+            status = LOST;
+        }
+    if (!status) status = work(op, failure);
+    if (status == LOOK || status == REDUCE) {
+        for (int at = 0; at < op->links; at++) leave(op->link[at]);
+        return status;
+    }
+    if (status != FINISHED) {
+        describe(op, status, failure);
+        for (int at = 0; at < op->links; at++) call->pending[at] = op->slots[at].sends || op->slots[at].receives;
+        let_go(op, status == MIXED_UP || status == OBJECTED || (status == CANCELLED && !op->listens));
+    }
+    for (int at = 0; at < op->links; at++) leave(op->link[at]);
+    call->made = NULL;
+    free(op);
+    return status;
+}
+
+/* Give up an operation that waits for the interpreter. */
+void elas_abandon(struct arguments *call) {
+    let_go(call->made, false);
+    free(call->made);
+    call->made = NULL;
+}
+
+static void *carve(uint8_t **memory, size_t size) {
+    void *piece = *memory;
+    *memory += (size + 15) & ~(size_t)15;
+    return piece;
+}
 
 /* Run a program. Code, links and buffers stay until it has ended. */
 int elas_run(struct arguments *call) {
@@ -707,7 +711,7 @@ int elas_run(struct arguments *call) {
     op->order = carve(&memory, order);
     memset(op->slots, 0, slots);
     call->made = op;
-    return elas_go_on(op, call->failure, call->pending);
+    return elas_go_on(call);
 }
 
 /* For tests of the reductions. */

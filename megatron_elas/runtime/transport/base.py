@@ -63,6 +63,8 @@ class Transport(Protocol):
                 the channel: who notices it objects to all its peers there and on related channels, and they to theirs.
             TimeoutError: ``limit_s`` seconds have passed; names the peers that were not done. The epoch has ended
                 for this worker, as after the other errors.
+            TypeError, ValueError: A buffer cannot be written to, or a peer not be dialled. Nothing has moved, and the
+                epoch goes on.
         """
 
     def run(
@@ -84,6 +86,7 @@ class Transport(Protocol):
 
         Raises:
             EpochChanged, PeerLost, ProtocolError, TimeoutError: As ``exchange``.
+            TypeError, ValueError: The program does not fit. The epoch has ended.
         """
 
     def send(self, channel: int, tag: int, part: Part) -> None:

@@ -223,7 +223,11 @@ class Listener:
             return
         del self._strangers[fd]
         self._poller.unregister(fd)
-        self._on_member(hello, stranger.socket)
+        try:
+            self._on_member(hello, stranger.socket)
+        except Exception:  # the others are to be heard
+            logger.exception("could not make a link of a connection from worker %d", hello.worker)
+            stranger.socket.close()
 
     def _refuse(self, fd: int, why: str, *, left: bool = False) -> None:
         """Close a connection; ``left``: it has gone by itself, as a member does that needs the link no more."""

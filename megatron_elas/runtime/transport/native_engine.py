@@ -144,8 +144,10 @@ def _regions(sends: Any, receives: Any, then: Any) -> list[Region]:
     return found
 
 
-class _ThreadMemory(threading.local):
-    """What a thread's operations use one after another."""
+class _Frame:
+    """What an operation tells the core, and the core an operation."""
+
+    __slots__ = ("arguments", "arguments_at", "failure", "failure_at", "pending")
 
     def __init__(self) -> None:
         self.failure = Failure()
@@ -153,6 +155,14 @@ class _ThreadMemory(threading.local):
         self.pending = ctypes.create_string_buffer(256)
         self.arguments = bytearray(_ARGUMENTS.size)
         self.arguments_at = address_of(memoryview(self.arguments))
+
+
+class _ThreadMemory(threading.local):
+    """What a thread's operations use one after another."""
+
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
+        """Not in use; a signal handler may begin an operation within another one."""
         self.scratch = memoryview(bytearray(1 << 16))
         """Kept: fresh memory costs a page fault per 4 KiB."""
         self.scratch_at = address_of(self.scratch)
@@ -231,43 +241,39 @@ class NativeEngine:
         places: list[memoryview],
     ) -> None:
         """Run code to its end. The caller keeps alive what it points to."""
-        memory, core = self._memory, self._core
+        frames, core = self._memory.frames, self._core
+        frame = frames.pop() if frames else _Frame()
         buffers = array("q", addresses)
-        failure, pending, arguments = memory.failure, memory.pending, memory.arguments
+        failure, arguments, arguments_at = frame.failure, frame.arguments, frame.arguments_at
         count = len(bound.links)
-        if count > len(pending):
-            pending = memory.pending = ctypes.create_string_buffer(count)
+        if count > len(frame.pending):
+            frame.pending = ctypes.create_string_buffer(count)
+        pending = frame.pending
         control = self._control
         ended, wake = (self._cancelled, control.wake) if call.listens else (self._ended, control.ended_wake)
         _ARGUMENTS.pack_into(
             arguments, 0, ended, wake, call.epoch, call.tag,
             0 if call.deadline is None else max(1, int(call.deadline * 1e9)), call.listens,
             code, bound.where, count, buffers.buffer_info()[0],
-            memory.failure_at, ctypes.addressof(pending), 0,
+            frame.failure_at, ctypes.addressof(pending), 0,
         )  # fmt: skip
-        status: int = core.elas_run(memory.arguments_at)
-        if status == FINISHED:
-            return
-        if status > 0:
-            (operation,) = struct.unpack_from("P", arguments, _MADE_AT)
-            over = False
-            try:
-                while status > 0:
-                    if status == REDUCE:
-                        assert compiled is not None and compiled.program.reducer is not None
-                        step = compiled.in_python[failure.want]
-                        sources = [_view(places, source) for source in step.sources]
-                        compiled.program.reducer.reduce(sources, _view(places, step.target))
-                    else:
-                        assert status == LOOK  # pending signals are handled here, between two calls
-                    over = True
-                    status = core.elas_go_on(operation, failure, pending)
-                    over = status <= 0
-            finally:
-                if not over:
-                    core.elas_abandon(operation)
+        try:
+            status: int = core.elas_run(arguments_at)
+            while status > 0:
+                if status == REDUCE:
+                    assert compiled is not None and compiled.program.reducer is not None
+                    step = compiled.in_python[failure.want]
+                    sources = [_view(places, source) for source in step.sources]
+                    compiled.program.reducer.reduce(sources, _view(places, step.target))
+                else:
+                    assert status == LOOK  # pending signals are handled here, between two calls
+                status = core.elas_go_on(arguments_at)
+        finally:
+            if any(arguments[_MADE_AT:]):  # broken off, wherever that was
+                core.elas_abandon(arguments_at)
         if status != FINISHED:
             raise self._error(status, failure, bound.links, call, pending.raw)
+        frames.append(frame)
 
     def _error(self, status: int, failure: Failure, links: list[Link], call: Call, pending: bytes) -> Exception:
         if status == CANCELLED:

@@ -52,7 +52,7 @@ _SIGNATURES = {
     "elas_link_object": (c_int, [c_void_p, c_uint32, c_char_p, c_uint64]),
     "elas_link_post": (c_int, [c_void_p, c_void_p, c_uint32, c_uint64, c_void_p, c_uint64]),
     "elas_run": (c_int, [c_void_p]),
-    "elas_go_on": (c_int, [c_void_p, POINTER(Failure), c_void_p]),
+    "elas_go_on": (c_int, [c_void_p]),
     "elas_abandon": (None, [c_void_p]),
     "elas_reduce": (None, [c_int, c_int, POINTER(c_void_p), c_uint64, c_void_p, c_uint64]),
 }

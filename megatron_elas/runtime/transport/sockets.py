@@ -120,15 +120,20 @@ class SocketTransport:
         if self._cancelled or self._failure is not None:
             raise self.refusal()
         used: list[Link] = []
+        begun = False
         try:
             call = Call.begin(channel, self._epoch, tag, limit_s)
             parts = (*sends, *receives)
             outgoing = [(self._link(peer, channel, parts), buffer) for peer, buffer in sends]
             used += [link for link, _ in outgoing]
             incoming = [(self._link(peer, channel, parts), buffer) for peer, buffer in receives]
+            if any(buffer.readonly and buffer.nbytes for _, buffer in incoming):
+                raise TypeError("a buffer that receives must be writable")
+            begun = True
             self._engine.exchange(call, outgoing, incoming)
         except BaseException as error:
-            self._break_off(channel, used, error)
+            if begun or not isinstance(error, TypeError | ValueError):  # these are the caller's: nothing has moved yet
+                self._break_off(channel, used, error)
             raise
 
     def run(
@@ -169,7 +174,8 @@ class SocketTransport:
             if failure and failure.objection and isinstance(error, EpochChanged) and not self._cancelled:
                 self._object(used, failure.objection)  # again: the engine may have dropped the first one
                 raise Objection(failure.objection) from None
-            self._break_off(channel, used, error)
+            if used or not isinstance(error, TypeError | ValueError):
+                self._break_off(channel, used, error)
             raise
 
     def post(self, channel: int, tag: int, part: Part) -> None:

@@ -113,6 +113,28 @@ def test_a_slow_receiver_is_waited_for_and_what_comes_meanwhile_is_kept(tmp_path
         assert torch.equal(got, message)
 
 
+def test_an_interrupt_right_before_the_reading_blocks_no_later_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mailboxes(tmp_path) as (made, boxes):
+
+        def interrupt(rank: int) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(boxes[0], "_read_one", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                boxes[0].receive(torch.zeros(8), 1, 0).wait()
+        assert boxes[0].inboxes[1].reading
+        next_epoch(made)
+        for box in boxes:
+            box.drop()
+        message, got = torch.arange(8), torch.zeros(8, dtype=torch.int64)
+        boxes[1].send(message, 0, 0)
+        assert in_thread(lambda: boxes[0].receive(got, 1, 0).wait())()
+        assert torch.equal(message, got)
+
+
 def test_collectives_and_point_to_point_of_a_group_are_related() -> None:
     for group in (0, GROUP, POINT_TO_POINT - 1):
         assert related_to(group) == (group + POINT_TO_POINT,)

@@ -224,6 +224,29 @@ def test_an_address_that_is_none_is_refused_and_the_next_one_is_dialled(tmp_path
             own.exchange(CHANNEL, 0, [], [Part(peer.worker, room(1))])
         assert not dials_left(own)
         own.set_addresses({peer.worker: peer.address})
+        check_works(made)  # nothing had moved: the epoch goes on
+        next_epoch(made)
+        check_works(made)
+
+
+def test_a_link_that_cannot_be_made_ends_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with transports(2, tmp_path) as made:
+        low, high = made
+        failures = []
+
+        def fail(*_: object) -> None:
+            failures.append(1)
+            raise MemoryError("by the test")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(low, "make_link", fail)
+            high.open_links([(0, CHANNEL)])  # the peer's end is closed at once
+            wait_until(lambda: bool(failures))
+            link = high._links[0, CHANNEL]
+            wait_until(link.hung_up)
+        assert "could not make a link of a connection from worker 1" in caplog.text
         next_epoch(made)
         check_works(made)
 

@@ -14,8 +14,10 @@ import pytest
 
 from megatron_elas.runtime.transport.base import Part, ProtocolError, Transport
 from megatron_elas.runtime.transport.frame import HEADER, HEADER_BYTES, MAGIC, MAX_PAYLOAD
+from megatron_elas.runtime.transport.native_link import LOOK
 from megatron_elas.runtime.transport.sockets import SocketTransport
 from megatron_elas.spec.errors import EpochChanged, PeerLost
+from tests.runtime.transport.conftest import needs_library
 from tests.runtime.transport.together import MIB, data, in_thread, next_epoch, room, transports
 from tests.runtime.workers import KILLED, introduce, run_workers, wait_until
 
@@ -286,6 +288,44 @@ def test_a_signal_is_handled_while_an_operation_waits(unix_pair: list[SocketTran
     assert link.queued < HEADER_BYTES + MAX_PAYLOAD
     next_epoch(unix_pair)
     check_works(unix_pair)
+
+
+@needs_library
+def test_an_interrupt_right_after_the_core_has_returned_lets_go_of_the_operation(
+    unix_pair: list[SocketTransport], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if engine == "python":
+        pytest.skip("of the C core")
+    core, ended = unix_pair[0]._engine._core, []  # type: ignore[attr-defined]
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> object:
+            return getattr(core, name)
+
+        def elas_run(self, arguments: int) -> int:
+            assert core.elas_run(arguments) == LOOK
+            raise KeyboardInterrupt
+
+        def elas_abandon(self, arguments: int) -> None:
+            ended.append(arguments)
+            core.elas_abandon(arguments)
+
+    buffer = memoryview(bytearray(64 * MIB))
+    with monkeypatch.context() as patched:
+        patched.setattr(unix_pair[0]._engine, "_core", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            unix_pair[0].exchange(CHANNEL, 1, [Part(1, buffer)], [])
+    assert len(ended) == 1
+    [link] = unix_pair[0]._links.values()
+    assert link.queued < HEADER_BYTES + MAX_PAYLOAD
+    next_epoch(unix_pair)
+    check_works(unix_pair)
+
+
+def test_a_buffer_that_cannot_be_written_to_is_refused_and_the_epoch_goes_on(unix_pair: list[SocketTransport]) -> None:
+    with pytest.raises(TypeError, match="a buffer that receives must be writable"):
+        unix_pair[0].exchange(CHANNEL, 1, [Part(1, data(8))], [Part(1, data(8))])
+    check_works(unix_pair, tag=1)
 
 
 @pytest.mark.process
