@@ -1,5 +1,5 @@
 /* The transport's links, exchanges and programs without the interpreter; native_engine.py calls this, and
- * python_engine.py and link.py are its twin. Nothing here waits but in poll(2), where a cancel wakes it.
+ * python_engine.py and python_link.py are its twin. Nothing here waits but in poll(2), where a cancel wakes it.
  *
  * A program arrives as a flat array of 64-bit numbers:
  *
@@ -19,7 +19,7 @@
 #include <poll.h>
 #include <time.h>
 
-enum status { /* as native_engine.py */
+enum status { /* as native_link.py */
     FINISHED = 0,
     LOOK = 1,   /* let the interpreter handle signals, then go on */
     REDUCE = 2, /* the step is none that is compiled; do it, then go on */
@@ -124,7 +124,7 @@ void elas_link_free(struct link *link) {
     free(link);
 }
 
-/* 1: why the link is lost: enum lost | errno << 8; 0: it is not. */
+/* Why the link is lost: enum lost | errno << 8. 0: it is not. */
 int elas_link_lost(const struct link *link) { return link->lost | link->error << 8; }
 
 void elas_link_lose(struct link *link) { lose(link, LOST_BY_US, 0); }

@@ -1,7 +1,7 @@
 """What a transport gives: epoch-framed, cancellable links from this worker to its peers.
 
 One link per (peer, channel), dialled on first use from the address list, kept until the peer is
-lost. Every frame carries the epoch and a tag. Frames of an older epoch are dropped by the
+lost or ``keep_links`` closes it. Every frame carries the epoch and a tag. Frames of an older epoch are dropped by the
 receiver; a frame of a newer epoch ends the waiting operation with ``EpochChanged``.
 After ``cancel`` every operation, in flight or new, on any thread, raises ``EpochChanged`` until
 ``adopt``. Links to living peers stay usable across any number of cancels, also when one was cut

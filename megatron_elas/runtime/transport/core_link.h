@@ -1,7 +1,7 @@
 /* One link: what is half sent and half received on a stream socket. Included once, by _core.c.
  *
  * Sending is guarded by `lock`, because the thread of the posts may send too. Receiving is done by one thread at a
- * time, which is the caller's duty. The wire format is described in frame.py; link.py is the twin of this file.
+ * time, which is the caller's duty. The wire format is described in frame.py; python_link.py is the twin of this file.
  */
 #include <errno.h>
 #include <pthread.h>

@@ -29,8 +29,8 @@ OFFER_AFTER_S = 0.01
 offers that cross dials made the first operations after an edit about twice as slow."""
 
 AGAIN_S = 0.02
-"""An offer that crossed the peer's own dial is made again when that dial has brought no link by then. A peer whose dials
-bring none within both limits together is lost."""
+"""An offer that crossed the peer's own dial is made again when that dial has brought no link by then. A peer whose
+dials bring none within both limits together is lost."""
 
 
 class Dialler:

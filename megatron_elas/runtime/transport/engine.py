@@ -95,9 +95,9 @@ class Call(NamedTuple):
 class Engine(Protocol):
     """Moves bytes over links of its own kind.
 
-    Both methods return when everything is done, or raise what ``base.Transport.exchange`` raises, and have let go of
-    all buffers then. When they raise ``ProtocolError``, or do not listen and were ended by ``Control.ended``, a frame that
-    was half sent is still on its way, with its true bytes; after other errors its link is cut.
+    ``exchange`` and ``run`` return when everything is done, or raise what ``base.Transport.exchange`` raises, and have
+    let go of all buffers then. When they raise ``ProtocolError``, or do not listen and ``Control.ended`` ended them, a
+    frame that was half sent is still on its way, with its true bytes; after other errors its link is cut.
     """
 
     name: str

@@ -77,7 +77,7 @@ def test_who_waits_for_a_large_send_hears_that_operations_were_mixed_up(tmp_path
 
 def test_a_send_ends_when_another_operation_of_its_worker_hears_it_and_who_receives_it_is_told(tmp_path: Path) -> None:
     """Worker 1 has read half of the send of worker 0, which hears an objection in a collective."""
-    with mailboxes(tmp_path) as (made, boxes):
+    with mailboxes(tmp_path) as (made, _):
         made[0].post(GROUP, 0, Part(2, data(1)))
         made[2].exchange(GROUP, 0, [], [Part(0, room(1))])
         sending = in_thread(lambda: made[0].send(CHANNEL, 2, Part(1, data(20 * LEND_BYTES))))

@@ -258,7 +258,7 @@ def test_a_limit_names_the_peers_that_were_not_done(tmp_path: Path, kind: str, p
         started = time.monotonic()
         with pytest.raises(TimeoutError, match=f"not done within 0.05 s; still waiting for workers {peers}$"):
             made[0].exchange(CHANNEL, 2, sends, receives, limit_s=0.05)
-        assert 0.04 < time.monotonic() - started < 1
+        assert 0.04 < time.monotonic() - started < 5
         with pytest.raises(EpochChanged, match=r"not done within 0\.05 s"):
             made[0].post(CHANNEL, 2, Part(1, data(1)))
         check_works(made, [(0, 1), (0, 2)])
