@@ -38,7 +38,6 @@ AT_ONCE_BYTES = 1 << 20
 """Receives from this size on are read by a thread as soon as they are asked for: handing them over costs less than the
 time that they take."""
 
-
 LEND_BYTES = 2 << 20
 """Sends from this size on are not copied: fresh memory for the copy costs more than a thread."""
 

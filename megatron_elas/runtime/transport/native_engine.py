@@ -200,8 +200,6 @@ class NativeEngine:
             numbers += (positions.setdefault(link, len(positions)), len(addresses), 0, view.nbytes)
             addresses.append(address_of(view))
         for link, view in receives:
-            if view.readonly and view.nbytes:
-                raise TypeError("a buffer that receives must be writable")
             numbers += (positions.setdefault(link, len(positions)), len(addresses), 0, view.nbytes)
             addresses.append(address_of(view))
         code = array("q", numbers)

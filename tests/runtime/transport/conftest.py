@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,8 @@ from megatron_elas.runtime.transport.engine import Control, Engine
 from megatron_elas.runtime.transport.native_engine import NativeEngine
 from megatron_elas.runtime.transport.native_link import library
 from megatron_elas.runtime.transport.python_engine import PythonEngine
+from megatron_elas.runtime.transport.sockets import SocketTransport
+from tests.runtime.transport.together import transports
 
 ENGINES: dict[str, Callable[[int], bool]] = {
     "native": lambda worker: True,
@@ -39,3 +42,15 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
     monkeypatch.setattr(sockets, "choose_engine", choose)
     return str(request.param)
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[SocketTransport]]:
+    with transports(2, tmp_path, request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def unix_pair(tmp_path: Path) -> Iterator[list[SocketTransport]]:
+    with transports(2, tmp_path) as made:
+        yield made

@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,18 +33,6 @@ pytestmark = pytest.mark.usefixtures("engine")
 def implements(transport: SocketTransport) -> Transport:
     """Checked by the type checker."""
     return transport
-
-
-@pytest.fixture(params=["unix", "tcp"])
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[SocketTransport]]:
-    with transports(2, tmp_path, request.param) as made:
-        yield made
-
-
-@pytest.fixture
-def unix_pair(tmp_path: Path) -> Iterator[list[SocketTransport]]:
-    with transports(2, tmp_path) as made:
-        yield made
 
 
 def check_works(made: list[SocketTransport], tag: int = 99, size: int = 100_000) -> None:

@@ -8,7 +8,7 @@ import random
 import resource
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,18 +34,6 @@ from tests.runtime.workers import wait_until
 
 KEY = make_key("secret")
 SEEDS = range(40)
-
-
-@pytest.fixture(params=["unix", "tcp"])
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[SocketTransport]]:
-    with transports(2, tmp_path, request.param) as made:
-        yield made
-
-
-@pytest.fixture
-def unix_pair(tmp_path: Path) -> Iterator[list[SocketTransport]]:
-    with transports(2, tmp_path) as made:
-        yield made
 
 
 def connect(transport: SocketTransport) -> socket.socket:
