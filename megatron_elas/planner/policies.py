@@ -71,18 +71,26 @@ class PolicyStep:
 Policy = Callable[[Situation, Lost], PolicyStep]
 
 
+def _on_all_cells(
+    policy: str, now: Situation, step_s: float, candidate: Candidate, what: str, plan: StepPlan | None = None
+) -> PolicyStep:
+    """A step of the whole batch on every cell of the situation."""
+    return PolicyStep(
+        policy=policy,
+        step_s=step_s,
+        samples=now.batch_samples,
+        cells=now.num_cells,
+        what=what,
+        candidate=candidate,
+        plan=plan,
+    )
+
+
 def stock(begin: Situation) -> PolicyStep:
     """No loss: 1F1B on the job's own grid. What throughput is compared with. Raises NoFeasiblePlan."""
     candidate = stay(begin)
     step_s = _time(_predictor(begin), candidate, 0)
-    return PolicyStep(
-        policy="stock",
-        step_s=step_s,
-        samples=begin.batch_samples,
-        cells=begin.num_cells,
-        what="1F1B on all cells",
-        candidate=candidate,
-    )
+    return _on_all_cells("stock", begin, step_s, candidate, "1F1B on all cells")
 
 
 def recycle(begin: Situation, lost: Lost, *, staggered: bool = True) -> PolicyStep:
@@ -90,14 +98,7 @@ def recycle(begin: Situation, lost: Lost, *, staggered: bool = True) -> PolicySt
     now = begin.without(lost)
     candidate = stay(now, split=True)
     step_s = _time(_predictor(now, staggered=staggered), candidate, RECYCLE_TRIES)
-    return PolicyStep(
-        policy="recycle",
-        step_s=step_s,
-        samples=now.batch_samples,
-        cells=now.num_cells,
-        what="whole micro-batches rerouted to peers, backward split",
-        candidate=candidate,
-    )
+    return _on_all_cells("recycle", now, step_s, candidate, "whole micro-batches rerouted to peers, backward split")
 
 
 def torchft(begin: Situation, lost: Lost, *, keep_batch: bool = True) -> PolicyStep:
@@ -113,13 +114,12 @@ def torchft(begin: Situation, lost: Lost, *, keep_batch: bool = True) -> PolicyS
     now = replace(begin, job=job, rows=(whole,) * begin.num_stages)
     candidate = stay(now)
     step_s = _time(_predictor(now), candidate, 0)
-    return PolicyStep(
-        policy="torchft",
-        step_s=step_s,
-        samples=now.batch_samples,
-        cells=now.num_cells,
-        what=f"{len(whole)} whole replicas go on with {'more micro-batches' if keep_batch else 'a smaller batch'}",
-        candidate=candidate,
+    return _on_all_cells(
+        "torchft",
+        now,
+        step_s,
+        candidate,
+        f"{len(whole)} whole replicas go on with {'more micro-batches' if keep_batch else 'a smaller batch'}",
     )
 
 
@@ -133,14 +133,7 @@ def elaswave(begin: Situation, lost: Lost) -> PolicyStep:
     except Deadlock as error:
         raise NoFeasiblePlan(f"reshaped micro-batches do not fit the memory: {error}") from error
     clocked = boost(predictor, found)
-    return PolicyStep(
-        policy="elaswave",
-        step_s=clocked.timed.step_s,
-        samples=now.batch_samples,
-        cells=now.num_cells,
-        what="micro-batches reshaped, layers by minimax",
-        candidate=candidate,
-    )
+    return _on_all_cells("elaswave", now, clocked.timed.step_s, candidate, "micro-batches reshaped, layers by minimax")
 
 
 def restart(begin: Situation, lost: Lost) -> PolicyStep:
@@ -154,14 +147,7 @@ def restart(begin: Situation, lost: Lost) -> PolicyStep:
     now = replace(begin, job=replace(job, data_parallel=rows), rows=(tuple(range(rows)),) * stages)
     candidate = stay(now)
     step_s = _time(_predictor(now), candidate, 0)
-    return PolicyStep(
-        policy="restart",
-        step_s=step_s,
-        samples=now.batch_samples,
-        cells=now.num_cells,
-        what=f"started again with {rows} replicas",
-        candidate=candidate,
-    )
+    return _on_all_cells("restart", now, step_s, candidate, f"started again with {rows} replicas")
 
 
 def oobleck(begin: Situation, lost: Lost) -> PolicyStep:
@@ -195,15 +181,7 @@ def ours(
     now = begin.without(lost)
     freedom = replace(freedom or Freedom(), staggered=staggered)
     plan = make_plan(now, freedom, effort or Effort(evaluations=60, exact=_is_small(now)))
-    return PolicyStep(
-        policy="ours",
-        step_s=plan.step_s,
-        samples=now.batch_samples,
-        cells=now.num_cells,
-        what="as planned; plan.explain() says what and why",
-        candidate=plan.candidate,
-        plan=plan,
-    )
+    return _on_all_cells("ours", now, plan.step_s, plan.candidate, "as planned; plan.explain() says what and why", plan)
 
 
 POLICIES: dict[str, Policy] = {
