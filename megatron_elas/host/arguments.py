@@ -8,6 +8,9 @@ from typing import NoReturn
 
 from megatron_elas.spec.errors import BadUsage
 
+SNAPSHOT_MODES = ("replay", "copy", "off")
+"""What ``--elastic-snapshot`` takes."""
+
 
 def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the group "elastic". Has the form of Megatron's ``extra_args_provider``."""
@@ -27,6 +30,20 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         "--elastic-sample-log",
         metavar="PREFIX",
         help="Write the sample ids of every step to PREFIX.WORKER, one JSON line per step.",
+    )
+    group.add_argument(
+        "--elastic-snapshot",
+        choices=SNAPSHOT_MODES,
+        default="replay",
+        help="How other workers keep each worker's optimizer state: replay sends them its reduced gradients and has "
+        "them apply the same update, copy sends them the state itself, off keeps none; default: replay.",
+    )
+    group.add_argument(
+        "--elastic-snapshot-replicas",
+        type=_read_replicas,
+        default=1,
+        metavar="N",
+        help="Other workers that keep each worker's optimizer state; default: 1.",
     )
     return parser
 
@@ -50,6 +67,14 @@ def add_dry_run_argument(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """
     parser.add_argument("--elastic-dry-run", metavar="FILE", help=argparse.SUPPRESS)
     return add_entry_arguments(parser)
+
+
+def _read_replicas(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number from 1 up, got '{text}' (none: --elastic-snapshot off)"
+        )
+    return int(text)
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:

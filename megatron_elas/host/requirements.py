@@ -64,6 +64,11 @@ def check_elastic_arguments(args: Any, platform: PlatformName) -> None:
     for what, given in refused.items():
         if given:
             raise BadUsage(f"--elastic does not cover {what} yet: leave one of them out")
+    if args.elastic_snapshot != "off" and args.elastic_snapshot_replicas >= args.world_size > 1:
+        raise BadUsage(
+            f"--elastic-snapshot-replicas {args.elastic_snapshot_replicas} needs as many other workers, and each of "
+            f"the {args.world_size} has {args.world_size - 1}: choose 1 to {args.world_size - 1}"
+        )
 
 
 def describe_job(args: Any) -> JobSpec:

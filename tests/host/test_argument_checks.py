@@ -111,6 +111,29 @@ def test_elastic_is_off_unless_asked_for() -> None:
     assert args.elastic_inject == ["a", "b"]
 
 
+def test_each_worker_has_one_backup_that_replays_unless_told_otherwise() -> None:
+    args = add_elastic_arguments(argparse.ArgumentParser()).parse_args([])
+    assert (args.elastic_snapshot, args.elastic_snapshot_replicas) == ("replay", 1)
+    parser = add_entry_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--elastic-snapshot", "copy", "--elastic-snapshot-replicas", "2"])
+    assert (args.elastic_snapshot, args.elastic_snapshot_replicas) == ("copy", 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--elastic-snapshot", "none"], "invalid choice: 'none'"),
+        (["--elastic-snapshot-replicas", "0"], r"must be a whole number from 1 up, got '0' \(none: --elastic-snapshot"),
+        (["--elastic-snapshot-replicas", "-1"], "from 1 up, got '-1'"),
+        (["--elastic-snapshot-replicas", "1.5"], "from 1 up, got '1.5'"),
+    ],
+)
+def test_a_bad_number_of_backups_is_told(words: list[str], text: str) -> None:
+    with pytest.raises(BadUsage, match=text) as refusal:
+        add_entry_arguments(argparse.ArgumentParser()).parse_args(words)
+    assert "\n" not in str(refusal.value)
+
+
 def test_a_misspelt_flag_gets_a_proposal() -> None:
     parser = add_entry_arguments(argparse.ArgumentParser())
     with pytest.raises(BadUsage, match=r"unrecognized arguments: --elastc; did you mean --elastic\?"):

@@ -26,7 +26,8 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "ckpt_format": "torch_dist", "phase_transition_iterations": None, "iterations_to_skip": [],
         "ddp_average_in_collective": False, "use_tp_pp_dp_mapping": False,
         "exit_duration_in_mins": None, "exit_signal_handler": False,
-        "adlr_autoresume": False, "ckpt_assume_constant_structure": False,
+        "adlr_autoresume": False, "ckpt_assume_constant_structure": False, "world_size": 4,
+        "elastic_snapshot": "replay", "elastic_snapshot_replicas": 1,
     }  # fmt: skip
     assert changes.keys() <= values.keys()
     return SimpleNamespace(**{**values, **changes})
@@ -62,3 +63,11 @@ def test_what_is_not_covered_is_named_with_its_flag(changes: dict[str, Any], wor
     with pytest.raises(BadUsage) as refusal:
         check_elastic_arguments(arguments(**changes), "cpu")
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_no_more_backups_than_other_workers() -> None:
+    check_elastic_arguments(arguments(elastic_snapshot_replicas=3), "cpu")
+    check_elastic_arguments(arguments(elastic_snapshot_replicas=4, elastic_snapshot="off"), "cpu")
+    check_elastic_arguments(arguments(world_size=1), "cpu")
+    with pytest.raises(BadUsage, match=r"--elastic-snapshot-replicas 4 .* each of the 4 has 3: choose 1 to 3"):
+        check_elastic_arguments(arguments(elastic_snapshot_replicas=4), "cpu")
