@@ -103,13 +103,16 @@ class Executor:
         marks["groups"] = time.time()
 
         self._strike(loop_step, "recovery", None)
+        self._strike(loop_step, "recovery-restore", None)
         store, moved_bytes = self._restore(base_plan, base, plan, settlement.resume_step, alive)
         marks["restore"] = time.time()
         if store is not None:
             self._replicator.renew(store, settlement.resume_step)  # on its way while the optimizer is built
+            self._strike(loop_step, "recovery-rebuild", None)
             self._rebuild(plan, store, settlement.resume_step)
             marks["rebuild"] = time.time()
             self._replicator.wait()
+            self._strike(loop_step, "recovery-verify", None)
             self._verify(plan, settlement.resume_step)
             marks["verify"] = time.time()
         state.stores[plan.epoch] = (plan, store)

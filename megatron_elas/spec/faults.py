@@ -30,29 +30,47 @@ class FaultKind(enum.StrEnum):
 
 
 class FaultPhase(enum.StrEnum):
-    """Where in a step the fault strikes."""
+    """Where in a step, beside it, or in a recovery the fault strikes. In the order of a step."""
 
     FORWARD = "forward"
     """Before the forward pass of a micro-batch."""
     BACKWARD = "backward"
     """Before the backward pass of a micro-batch."""
-    OPTIMIZER = "optimizer"
-    """After the gradient norm, around ``optimizer.step``."""
+    REDUCE = "reduce"
+    """Before the gradients are reduced over the replicas."""
     SNAPSHOT = "snapshot"
-    """While the step's copies go to the backups."""
+    """Before what the step keeps of the own shard goes to its backups."""
+    NORM = "norm"
+    """Before the all-reduce of the gradient norm."""
+    OPTIMIZER = "optimizer"
+    """After the gradient norm, before parameters and optimizer state change."""
+    GATHER = "gather"
+    """After the optimizer, before updated parameters are gathered."""
     COMMIT = "commit"
-    """At the commit barrier."""
+    """At the end of the step's body."""
     BETWEEN = "between"
-    """After the commit, before the next step."""
+    """After the step, before the next one."""
     EVALUATE = "evaluate"
     """At the start of an evaluation after that step, or before the forward pass of a micro-batch of it."""
     SAVE = "save"
     """At the start of a save after that step."""
     RECOVERY = "recovery"
-    """While recovering from another fault in that step."""
+    """In the recovery from another fault: under the new plan, with groups edited, before anything else."""
+    RECOVERY_QUIESCE = "recovery-quiesce"
+    """In it: unwound, before the controller is told."""
+    RECOVERY_RESTORE = "recovery-restore"
+    """In it: before the state moves to its new owners."""
+    RECOVERY_REBUILD = "recovery-rebuild"
+    """In it: before model and optimizer are fitted to the state."""
+    RECOVERY_VERIFY = "recovery-verify"
+    """In it: before the state is compared."""
+    RECOVERY_RESUME = "recovery-resume"
+    """In it: verified, before the first step under the new plan."""
 
 
 PHASES_WITH_MICROBATCH = frozenset({FaultPhase.FORWARD, FaultPhase.BACKWARD, FaultPhase.EVALUATE, FaultPhase.SAVE})
+RECOVERY_PHASES = tuple(phase for phase in FaultPhase if phase.startswith("recovery"))
+"""Of a second fault, which strikes in the recovery from a first."""
 
 GRAMMAR = (
     f"write KIND:worker=W@step=S,phase=P[,microbatch=M] with KIND {'|'.join(FaultKind)}, "
@@ -67,6 +85,8 @@ class Fault:
     kind: FaultKind
     worker: int
     step: int
+    """Counted from 0 over the whole training. In a recovery, the step of the first fault: the worker struck
+    second may have left it already."""
     phase: FaultPhase
     microbatch: int | None = None
     """Counted over what the worker runs in one step or evaluation, from 0; None means its first."""
@@ -80,8 +100,9 @@ class Fault:
         return text if self.microbatch is None else f"{text},microbatch={self.microbatch}"
 
     def strikes_at(self, step: int, phase: FaultPhase, microbatch: int | None = None) -> bool:
-        """Whether the place is the fault's own."""
-        return self.step == step and self.phase == phase and self.microbatch in (None, microbatch)
+        """Whether the place is the fault's own. ``step``: of the worker's training loop."""
+        steps = (self.step, self.step + 1) if self.phase in RECOVERY_PHASES else (self.step,)
+        return step in steps and self.phase == phase and self.microbatch in (None, microbatch)
 
 
 def parse_fault(text: str) -> Fault:

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_elas.spec.errors import BadUsage
-from megatron_elas.spec.faults import PHASES_WITH_MICROBATCH, Fault, FaultKind, FaultPhase, check_faults, parse_fault
+from megatron_elas.spec.faults import (
+    PHASES_WITH_MICROBATCH,
+    RECOVERY_PHASES,
+    Fault,
+    FaultKind,
+    FaultPhase,
+    check_faults,
+    parse_fault,
+)
 
 counts = st.integers(0, 10**9)
 
@@ -29,6 +37,14 @@ def test_the_example_of_the_documentation_is_read() -> None:
     assert parse_fault("kill:worker=3@step=5,phase=forward,microbatch=2") == Fault(
         kind=FaultKind.KILL, worker=3, step=5, phase=FaultPhase.FORWARD, microbatch=2
     )
+
+
+@pytest.mark.parametrize("phase", FaultPhase)
+def test_a_fault_strikes_in_its_step_and_in_a_recovery_also_where_the_step_is_behind(phase: FaultPhase) -> None:
+    fault = parse_fault(f"kill:worker=0@step=5,phase={phase}")
+    struck = [step for step in range(10) if fault.strikes_at(step, phase)]
+    assert struck == ([5, 6] if phase in RECOVERY_PHASES else [5])
+    assert not any(fault.strikes_at(5, other) for other in FaultPhase if other is not phase)
 
 
 def test_spaces_and_the_order_of_the_place_do_not_matter() -> None:
