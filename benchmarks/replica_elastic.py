@@ -101,7 +101,7 @@ class Replica:
         """See Host."""
         self._members = plan.placement.workers
 
-    def rebuild(self) -> None:
+    def rebuild(self, plan: ElasticPlan) -> None:
         """See Host. Everything has its place already."""
 
     def begin_activity(self, activity: int) -> None:

@@ -22,6 +22,7 @@ from megatron_elas.host.join import join_megatron
 from megatron_elas.host.log_handover import Log
 from megatron_elas.host.requirements import check_elastic_arguments, describe_job
 from megatron_elas.host.sample_log import SampleLog
+from megatron_elas.host.shape import launch_layers
 from megatron_elas.platform.detect import detect
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.session import Session
@@ -188,7 +189,7 @@ def settle_arguments(args: Any) -> tuple[JobSpec, list[Fault]]:
     """
     check_elastic_arguments(args, detect())
     use_exchangeable_checkpoints(args)
-    job = describe_job(args)
+    job = describe_job(args, launch_layers(args))
     faults = [parse_fault(text) for text in args.elastic_inject or ()]
     check_faults(faults, job.world_size)
     return job, faults

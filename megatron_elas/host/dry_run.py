@@ -11,7 +11,7 @@ import msgspec
 from megatron.training import arguments
 
 from megatron_elas.host.requirements import check_elastic_arguments, describe_job
-from megatron_elas.host.shape import describe_model, describe_training, find_uncovered
+from megatron_elas.host.shape import describe_model, describe_training, find_uncovered, layers_of_stages
 from megatron_elas.platform.detect import PlatformName
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.shape import RunFacts
@@ -66,7 +66,7 @@ def write_facts(
         elastic=args.elastic,
         elastic_refusal=elastic_refusal,
         uncovered=uncovered,
-        job=None if uncovered else describe_job(args),
+        job=None if uncovered else describe_job(args, layers_of_stages(args, config)),
         shape=None if uncovered else describe_model(args, config),
         training=None if uncovered else describe_training(args, added),
     )

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_elas.host.attachment import attachment
-from megatron_elas.host.buckets import owned_range
 from megatron_elas.host.model import buffers_of
 from megatron_elas.runtime.channels import TIED_GRADIENTS
 from megatron_elas.runtime.communicator.buffers import as_bytes
 from megatron_elas.runtime.transport.base import Part, Transport
+from megatron_elas.spec.buckets import owned_range
 from megatron_elas.spec.layout import Placement
 
 

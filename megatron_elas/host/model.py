@@ -7,12 +7,16 @@ under 0.1 ms, no parameter moves, and nothing that holds a reference to the mode
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from megatron_elas.host.buckets import bucket_size
+from megatron_elas.spec.buckets import LAYER_ATTRIBUTE, bucket_size
+
+_WRAPPERS = re.compile(r"^(module\.)+")
+_LAYER = re.compile(r"^decoder\.layers\.\d+\.")
 
 
 def buffers_of(model: Sequence[Any]) -> Iterator[Any]:
@@ -72,12 +76,26 @@ def clear_communication(model: Sequence[Any]) -> None:
 
 
 def named_parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters by name; chunks are told apart by a prefix when there are several."""
+    """Parameters by global name: layers are numbered from 0 over the whole model, and wrappers leave no trace.
+
+    Chunks are told apart by a prefix when there are several.
+    """
     for number, ddp in enumerate(model):
         prefix = f"chunk{number}." if len(model) > 1 else ""
         for name, param in ddp.module.named_parameters():
             if param.requires_grad:
-                yield prefix + name, param
+                yield prefix + global_name(name, getattr(param, LAYER_ATTRIBUTE, None)), param
+
+
+def global_name(name: str, layer: int | None) -> str:
+    """The name of a parameter, whichever stage it is on.
+
+    Args:
+        name: In its stage's model, wrappers included.
+        layer: Megatron's number of its layer, from 1; None for what is in no layer.
+    """
+    name = _WRAPPERS.sub("", name)
+    return name if layer is None else _LAYER.sub(f"decoder.layers.{layer - 1}.", name)
 
 
 def hash_parameters(model: Sequence[Any]) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_elas.host.buckets import owned_range
 from megatron_elas.host.model import buffers_of, named_parameters
+from megatron_elas.spec.buckets import owned_range
 from megatron_elas.spec.shards import SLOTS, Piece, ShardLayout
 
 MOMENTS = SLOTS[1:]
@@ -152,6 +152,15 @@ class OptimizerFactory:
         call = dict(self._signature.bind(*args, **kwargs).arguments)
         self._calls.append({**call, "param_groups": _copy_groups(call["param_groups"])})
         return self._build(**call)
+
+    def group_indices(self) -> dict[Any, int]:
+        """Of every parameter, the index of its group in the optimizer that has it; groups are the same everywhere."""
+        return {
+            param: index
+            for call in self._calls
+            for index, group in enumerate(call["param_groups"])
+            for param in group["params"]
+        }
 
     def rebuild(self, chained: Any) -> None:
         """Put new optimizers, empty of state, into the chain that everybody holds."""

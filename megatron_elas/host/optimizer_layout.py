@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 from megatron_elas.host.attachment import attachment
-from megatron_elas.host.buckets import LAYER_ATTRIBUTE, compact_index, layer_buckets
 from megatron_elas.host.optimizer import OptimizerFactory
+from megatron_elas.spec.buckets import LAYER_ATTRIBUTE, compact_index, layer_buckets
 
 
 def wrap_optimizer_part(original: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_elas.platform.detect import PlatformName
@@ -71,12 +72,18 @@ def check_elastic_arguments(args: Any, platform: PlatformName) -> None:
         )
 
 
-def describe_job(args: Any) -> JobSpec:
-    """The job that Megatron's validated arguments describe."""
+def describe_job(args: Any, stage_layers: Sequence[int]) -> JobSpec:
+    """The job that Megatron's validated arguments describe.
+
+    Args:
+        args: Validated.
+        stage_layers: Transformer layers of every stage (see host.shape).
+    """
     return JobSpec(
         tensor_parallel=args.tensor_model_parallel_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
         data_parallel=args.data_parallel_size,
         micro_batch_size=args.micro_batch_size,
         num_microbatches=args.global_batch_size // args.micro_batch_size,
+        stage_layers=tuple(stage_layers),
     )

@@ -52,7 +52,7 @@ def describe_model(args: Any, config: Any) -> ModelShape:
         config: The TransformerConfig made of them.
     """
     return ModelShape(
-        layers=tuple(_layers_of(config, stage) for stage in range(args.pipeline_model_parallel_size)),
+        layers=layers_of_stages(args, config),
         hidden=args.hidden_size,
         ffn=args.ffn_hidden_size,
         heads=args.num_attention_heads,
@@ -89,6 +89,18 @@ def describe_training(args: Any, added_flags: Collection[str]) -> TrainingShape:
         attention_dropout=args.attention_dropout > 0,
         keeps_scores=args.transformer_impl == "local" and "--transformer-impl" not in added_flags,
     )
+
+
+def layers_of_stages(args: Any, config: Any) -> tuple[int, ...]:
+    """Transformer layers of every stage."""
+    return tuple(_layers_of(config, stage) for stage in range(args.pipeline_model_parallel_size))
+
+
+def launch_layers(args: Any) -> tuple[int, ...]:
+    """Transformer layers of every stage, of validated arguments alone."""
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    return layers_of_stages(args, core_transformer_config_from_args(args))
 
 
 def _layers_of(config: Any, stage: int) -> int:

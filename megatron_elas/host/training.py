@@ -11,6 +11,7 @@ from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machin
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.training import get_args, get_timers
 
+from megatron_elas.host.contents import describe_parameters
 from megatron_elas.host.data import SeekableLoader
 from megatron_elas.host.groups import plan_groups, write_globals
 from megatron_elas.host.log_handover import Log
@@ -20,6 +21,7 @@ from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.communicator.membership import GroupMembers
 from megatron_elas.runtime.ports import StateDigest
+from megatron_elas.spec.catalogue import StageContents
 from megatron_elas.spec.errors import StateInvalid
 from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.plan import ElasticPlan
@@ -142,7 +144,12 @@ class MegatronHost:
         gone = [worker for worker in self._initial.workers if worker not in plan.placement.workers]
         self._log.take_over(gone, last)
 
-    def rebuild(self) -> None:
+    def describe_parameters(self) -> StageContents:
+        """See Host."""
+        stage = self._initial.seat(self._worker).stage
+        return describe_parameters(self._model, self._factory.group_indices(), stage, int(get_args().num_layers))
+
+    def rebuild(self, plan: ElasticPlan) -> None:
         """See Host."""
         fit_buffers(self._model)
         self._factory.rebuild(self._optimizer)

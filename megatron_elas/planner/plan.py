@@ -21,7 +21,7 @@ def initial_plan(job: JobSpec, domains: Mapping[int, str]) -> ElasticPlan:
         job: What all workers said when they joined.
         domains: Failure domain of each worker.
     """
-    return _plan(job, Placement.initial(job), 0, domains)
+    return _plan(job, Placement.initial(job), job.launch_layers, 0, domains)
 
 
 def replan(
@@ -42,13 +42,16 @@ def replan(
                 f"{old.placement.describe()}). Its layers have no live holder: restart from the newest checkpoint "
                 f"with --load, or run with more data-parallel rows"
             )
-    return _plan(job, placement, epoch, domains)
+    return _plan(job, placement, old.layers, epoch, domains)
 
 
-def _plan(job: JobSpec, placement: Placement, epoch: int, domains: Mapping[int, str]) -> ElasticPlan:
+def _plan(
+    job: JobSpec, placement: Placement, layers: tuple[tuple[int, int], ...], epoch: int, domains: Mapping[int, str]
+) -> ElasticPlan:
     return ElasticPlan(
         epoch=epoch,
         placement=placement,
+        layers=layers,
         items=tuple(share_items(job.num_microbatches, len(stage)) for stage in placement.stages),
         backups=place_backups(placement, domains),
     )

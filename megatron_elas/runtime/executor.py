@@ -168,7 +168,7 @@ class Executor:
         state.live = None
         if state.fitted != members:
             state.fitted = ()
-            host.rebuild()
+            host.rebuild(plan)
             state.fitted = members
             stale = True
         if stale:

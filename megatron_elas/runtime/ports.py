@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from megatron_elas.runtime.communicator.membership import GroupMembers, Membership
+from megatron_elas.spec.catalogue import StageContents
 from megatron_elas.spec.events import WorkerLost
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
@@ -47,8 +48,16 @@ class Host(Protocol):
     def follow_groups(self, plan: ElasticPlan) -> None:
         """Rewrite every rank and list of ranks of the framework to the groups, which have the plan's members now."""
 
-    def rebuild(self) -> None:
-        """Fit parameter buffers and optimizer to the edited groups. The shard's contents are undefined after."""
+    def describe_parameters(self) -> StageContents:
+        """What this worker's stage holds, by global name, at launch."""
+
+    def rebuild(self, plan: ElasticPlan) -> None:
+        """Fit model, parameter buffers and optimizer to the plan, whose groups are edited already.
+
+        With the same layers only what depends on the replicas changes; with others, or with more replicas than
+        buffers have room for, model, buffers and optimizer are made anew, in the objects that everybody holds.
+        Contents of shard and parameters are undefined after.
+        """
 
     def begin_activity(self, activity: int) -> None:
         """Joint activity ``activity``, counted from 0, begins; the ones before it have ended for all.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from megatron_elas.spec.errors import BadUsage
 
@@ -18,18 +19,39 @@ class JobSpec:
     """Samples in one micro-batch."""
     num_microbatches: int
     """Micro-batches in one global batch, over all rows."""
+    stage_layers: tuple[int, ...] = ()
+    """Transformer layers of every stage at launch; empty: one each."""
+    snapshot_replicas: int = 1
+    """Workers that keep a copy of each optimizer shard; 0: a loss needs the checkpoint."""
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size", "num_microbatches"):
             value = getattr(self, name)
             if value < 1:
                 raise BadUsage(f"{name} must be at least 1, got {value}")
+        layers = self.stage_layers
+        if layers and (len(layers) != self.pipeline_parallel or min(layers) < 0 or not any(layers)):
+            raise BadUsage(
+                f"stage_layers must be {self.pipeline_parallel} numbers of layers, one per stage, got {list(layers)}"
+            )
+        if self.snapshot_replicas < 0:
+            raise BadUsage(f"snapshot_replicas must be at least 0, got {self.snapshot_replicas}")
         if self.num_microbatches % self.data_parallel:
             raise BadUsage(
                 f"{self.num_microbatches} micro-batches do not divide by {self.data_parallel} data-parallel rows: "
                 f"choose a global batch that is a multiple of micro_batch_size * data_parallel = "
                 f"{self.micro_batch_size * self.data_parallel}"
             )
+
+    @property
+    def num_layers(self) -> int:
+        """Transformer layers of the whole model."""
+        return sum(self.stage_layers) or self.pipeline_parallel
+
+    @property
+    def launch_layers(self) -> tuple[tuple[int, int], ...]:
+        """Layers ``[start, stop)`` of every stage at launch."""
+        return tuple(pairwise(accumulate(self.stage_layers or (1,) * self.pipeline_parallel, initial=0)))
 
     @property
     def world_size(self) -> int:

@@ -2,8 +2,8 @@
 
 The planner makes it, the controller sends it, the workers carry it out; nobody else decides.
 
-Invariants: every micro-batch of the global batch is run exactly once per stage; every worker whose
-stage has a second cell has a backup other than itself.
+Invariants: every micro-batch of the global batch is run exactly once per stage; every layer is on one stage, and
+stages follow one another; nobody is a backup of itself.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ class ElasticPlan:
 
     epoch: int
     placement: Placement
+    layers: tuple[tuple[int, int], ...]
+    """``layers[stage]``: transformer layers ``[start, stop)`` of the stage, numbered from 0 over the whole model. The
+    first stage has the embedding as well, the last one the final norm and the head."""
     items: tuple[tuple[tuple[int, ...], ...], ...]
     """``items[stage][cell]``: logical micro-batch numbers ``g = m * D + d``, ascending."""
     backups: tuple[tuple[int, int], ...]
-    """Pairs (owner, backup), by worker id."""
+    """Pairs (owner, backup) by ascending owner; of one owner's backups the nearest one first."""
 
     @property
     def num_items(self) -> int:
@@ -41,9 +44,17 @@ class ElasticPlan:
                 return cell.workers[lane]
         raise KeyError(f"epoch {self.epoch}: no cell of stage {stage} runs micro-batch {item}")
 
+    def layers_of(self, worker: int) -> tuple[int, int]:
+        """Transformer layers ``[start, stop)`` that the worker's stage holds."""
+        return self.layers[self.placement.seat(worker).stage]
+
+    def backups_of(self, worker: int) -> tuple[int, ...]:
+        """Who keeps copies of the worker's shard, nearest first."""
+        return tuple(backup for owner, backup in self.backups if owner == worker)
+
     def backup_of(self, worker: int) -> int | None:
-        """Who keeps the worker's copy; None when its stage has no second cell."""
-        return dict(self.backups).get(worker)
+        """Who keeps the first copy of the worker's shard; None when nobody does."""
+        return next(iter(self.backups_of(worker)), None)
 
     def wards_of(self, worker: int) -> tuple[int, ...]:
         """Whose copies the worker keeps, ascending."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -266,7 +267,7 @@ def test_recover_waits_for_the_plan(running: Director) -> None:
     assert not told(running.settle(1, [0, 1, 2], old), Recover)
     [request] = [command for command in commands if isinstance(command, MakePlan)]
     plan = running.state.outage.base
-    made = type(plan)(epoch=1, placement=plan.placement.without(request.lost), items=plan.items, backups=plan.backups)
+    made = replace(plan, epoch=1, placement=plan.placement.without(request.lost))
     [(_, recover)] = told(running.send(PlanMade(plan=made, seconds=0.25)), Recover)
     assert recover.plan_s == 0.25
 

@@ -144,8 +144,8 @@ def buffers(scene: Scene) -> Iterator[Finding]:
         _ParamAndGradBuffer,
     )
 
-    from megatron_elas.host.buckets import bucket_size
     from megatron_elas.host.model import bucket_groups_of, buffers_of
+    from megatron_elas.spec.buckets import bucket_size
 
     model = scene.host._model
     optimizers = scene.host._optimizer.chained_optimizers

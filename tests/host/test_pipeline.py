@@ -21,7 +21,8 @@ def make_plan(sizes: tuple[int, ...], num_items: int = NUM_ITEMS) -> ElasticPlan
     numbers = itertools.count()
     stages = tuple(tuple(Cell(row=row, workers=(next(numbers),)) for row in range(size)) for size in sizes)
     items = tuple(share_items(num_items, size) for size in sizes)
-    return ElasticPlan(epoch=1, placement=Placement(stages=stages), items=items, backups=())
+    layers = tuple((stage, stage + 1) for stage in range(len(sizes)))
+    return ElasticPlan(epoch=1, placement=Placement(stages=stages), layers=layers, items=items, backups=())
 
 
 Operation = tuple[str, int, int]

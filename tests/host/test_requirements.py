@@ -35,8 +35,8 @@ def arguments(**changes: Any) -> SimpleNamespace:
 
 def test_a_covered_run_passes_and_its_job_is_described() -> None:
     check_elastic_arguments(arguments(), "cpu")
-    job = describe_job(arguments())
-    assert (job.world_size, job.num_microbatches, job.micro_batch_size) == (4, 8, 2)
+    job = describe_job(arguments(), (3, 5))
+    assert (job.world_size, job.num_microbatches, job.micro_batch_size, job.num_layers) == (4, 8, 2, 8)
 
 
 def test_other_platforms_are_refused() -> None:

@@ -301,7 +301,7 @@ class ToyWorker:
     def follow_groups(self, plan: ElasticPlan) -> None:
         pass
 
-    def rebuild(self) -> None:
+    def rebuild(self, plan: ElasticPlan) -> None:
         self.shard = torch.full((self.layout(self.session.plan).flat_numel,), float("nan"))
 
     def begin_activity(self, activity: int) -> None:

@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_elas.host.buckets import LAYER_ATTRIBUTE, bucket_size, compact_index, layer_buckets
+from megatron_elas.spec.buckets import LAYER_ATTRIBUTE, bucket_size, compact_index, layer_buckets
 
 
 class Parameter:
@@ -42,7 +42,8 @@ def test_what_comes_before_and_after_the_layers_is_a_bucket_as_is_every_layer() 
 )
 def test_buckets_fit_any_number_of_replicas_up_to_the_first(sizes: list[list[int]], replicas: int) -> None:
     params = model(sizes)
-    index, buckets, unpadded, total = layer_buckets(params, replicas)
+    layout = layer_buckets(params, replicas)
+    index, buckets, unpadded, total = layout.index, layout.buckets, layout.unpadded, layout.numel
     assert total % math.lcm(128, replicas) == 0
     spans = sorted(index.values())
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), "parameters overlap"
@@ -66,7 +67,8 @@ def test_a_tied_embedding_is_alone_in_its_bucket() -> None:
 
 def test_the_compact_index_leaves_out_padding_and_room_and_nothing_else() -> None:
     params = model([[300, 20], [77]])
-    index, buckets, unpadded, _ = layer_buckets(params, 4)
+    layout = layer_buckets(params, 4)
+    index, buckets, unpadded = layout.index, layout.buckets, layout.unpadded
     compact = compact_index(index, [start for start, _ in buckets], unpadded)
     assert max(end for _, end, _ in compact.values()) == sum(unpadded)
     for param, (start, end, bucket) in compact.items():

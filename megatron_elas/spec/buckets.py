@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 LAYER_ATTRIBUTE = "elas_layer"
 """Set on parameters of transformer layers: the layer's number."""
@@ -45,7 +46,8 @@ def owned_range(index: int, replicas: int, numel: int) -> tuple[int, int]:
     return index * size, (index + 1) * size
 
 
-class BucketLayout(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketLayout:
     """Where everything lies in the flat buffer, in elements."""
 
     index: dict[Any, tuple[int, int, int]]
