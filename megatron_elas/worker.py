@@ -26,6 +26,7 @@ from megatron_elas.host.shape import launch_layers
 from megatron_elas.platform.detect import detect
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.session import Session
+from megatron_elas.runtime.snapshots import SnapshotMode
 from megatron_elas.runtime.transport.sockets import SocketTransport
 from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged, ExitCode, NotStarted, comes_of
 from megatron_elas.spec.faults import Fault, FaultPhase, check_faults, parse_fault
@@ -80,7 +81,8 @@ class Worker:
         start = self._link.wait_start(WITHOUT_LIMIT_S)
         self._transport.set_addresses(start.addresses)
         communicator = Communicator(self._transport, range(self.job.world_size))
-        session = Session(environment.worker, start.plan, self._transport, communicator, self._port, self._strike)
+        mode = SnapshotMode.COPY if args.elastic_snapshot == "copy" else SnapshotMode.REPLAY
+        session = Session(environment.worker, start.plan, self._transport, communicator, self._port, self._strike, mode)
         self._session = session
         log = Log(environment.worker, Path(environment.run_dir), lambda: session.coming_activity)
         try:

@@ -147,7 +147,8 @@ def _resume_if_ready(state: Settling, now: float) -> Step:
         return state, ()
     plans = {**state.outage.plans, plan.epoch: plan}
     try:
-        settlement = settle([_keep_known_layouts(state.reports[worker], plans) for worker in survivors], plans)
+        reports = [_keep_known_layouts(state.reports[worker], plans) for worker in survivors]
+        settlement = settle(reports, plans, state.outage.commit)
     except StateInvalid as error:
         return stop(state, error.exit_code, f"{_because(state.outage)}: {error}")
     recover = Recover(
@@ -160,7 +161,7 @@ def _resume_if_ready(state: Settling, now: float) -> Step:
         roster=state.roster,
         plan=plan,
         plan_s=state.plan_s,
-        outage=replace(state.outage, plans=plans),
+        outage=replace(state.outage, plans=plans, commit=settlement.commit),
         deadline_s=now + state.roster.launch.timeouts.resume_timeout_s,
     )
     note = Note(

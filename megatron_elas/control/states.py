@@ -25,6 +25,7 @@ from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.report import RecoveryReport, SettleReport
+from megatron_elas.spec.transaction import Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +143,8 @@ class Outage:
     """Since the oldest of ``plans``."""
     failures: tuple[ActivityFailed, ...] = ()
     """What was left out since then. There is a loss or a failure."""
+    commit: Update | None = None
+    """What the last settlement said of an open step. Perhaps none of those who heard of it is left."""
 
     @property
     def base(self) -> ElasticPlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_elas.host.data import SeekableLoader
 from megatron_elas.host.log_handover import Log
@@ -37,6 +38,12 @@ class Attachment:
     sample_log: SampleLog | None = None
     samples: list[int] = field(default_factory=list)
     """Sample ids that this worker has read for the step under way."""
+    losses: list[dict[str, Any]] = field(default_factory=list)
+    """Of the micro-batches of the step under way; empty before the last stage."""
+    norm: Any = None
+    """Gradient norm of the step under way, when it is known."""
+    zeros: Any = None
+    """Zeros among its gradients, where they are counted."""
     factory: OptimizerFactory | None = None
     train_loader: SeekableLoader | None = None
     """None on workers that read no data."""

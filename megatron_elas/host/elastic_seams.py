@@ -14,7 +14,6 @@ from megatron_elas.host.optimizer_layout import (
     layer_layout,
     wrap_layer_init,
     wrap_optimizer_part,
-    wrap_optimizer_step,
     wrap_reshardable_state,
 )
 from megatron_elas.host.patching import replace, use, wrap
@@ -23,6 +22,13 @@ from megatron_elas.host.training_step import (
     wrap_schedule_lookup,
     wrap_straggler_exit,
     wrap_train_step,
+)
+from megatron_elas.host.transaction import (
+    wrap_chain_norm,
+    wrap_chain_step,
+    wrap_chain_update,
+    wrap_chain_zeros,
+    wrap_part_update,
 )
 
 ROWS = (
@@ -149,11 +155,39 @@ ROWS = (
         wrap_optimizer_part,
     ),
     wrap(
-        "elastic.optimizer-step",
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
+        "elastic.chain-step",
+        "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
         "(self)",
-        "from here to the end of the step the state in use is no complete version",
-        wrap_optimizer_step,
+        "reduced gradients are at the backups before the norm lets anybody finish the step",
+        wrap_chain_step,
+    ),
+    wrap(
+        "elastic.chain-norm",
+        "megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
+        "(self)",
+        "the norm is told to workers that a membership change kept from it",
+        wrap_chain_norm,
+    ),
+    wrap(
+        "elastic.chain-zeros",
+        "megatron.core.optimizer.optimizer:ChainedOptimizer.count_zeros",
+        "(self)",
+        "so is the number of zeros",
+        wrap_chain_zeros,
+    ),
+    wrap(
+        "elastic.chain-update",
+        "megatron.core.optimizer.optimizer:ChainedOptimizer.step_with_ready_grads",
+        "(self)",
+        "from here on the step is finished, whoever is lost; backups begin to make the update too",
+        wrap_chain_update,
+    ),
+    wrap(
+        "elastic.part-update",
+        "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step_with_ready_grads",
+        "(self)",
+        "the shard is updated, what follows only gathers parameters",
+        wrap_part_update,
     ),
     wrap(
         "elastic.layer-numbers",

@@ -105,6 +105,8 @@ def wrap_finalize_gradients(original: Any) -> Any:
 
     @functools.wraps(original)
     def finalize_model_grads(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> None:
+        if attachment().counter.step >= 0:
+            attachment().strike(attachment().counter.step, "reduce", None)
         original(model, None, *args, **kwargs)
         if num_tokens is None:
             return

@@ -46,12 +46,30 @@ class ShardAccess:
 
     def __init__(self, model: Sequence[Any], optimizer: Any) -> None:
         self._chained = optimizer
-        self._pieces = tuple(_find_pieces(model, optimizer))
+        found = tuple(_find_pieces(model, optimizer))
+        self._pieces = tuple((piece, inner, main) for piece, inner, main, _ in found)
         """(piece, inner optimizer, fp32 master of the piece): found once, read in every step."""
+        self._gradients = [param.main_grad.view(-1)[piece.start : piece.stop] for piece, _, _, param in found]
+        """Of every piece, inside DDP's buffers."""
 
     def layout(self) -> ShardLayout:
         """What the optimizer in use owns, in flat order."""
         return ShardLayout(pieces=tuple(piece for piece, _, _ in self._pieces))
+
+    @torch.no_grad()
+    def read_gradients(self, flat: torch.Tensor) -> None:
+        """Copy the reduced gradients of the shard into ``flat``, fp32, P elements."""
+        if self._gradients:  # none where this worker owns nothing but padding
+            torch._foreach_copy_(self._cut(flat), self._gradients)
+
+    @torch.no_grad()
+    def write_gradients(self, flat: torch.Tensor) -> None:
+        """Put them back, for ``prepare_grads`` to find."""
+        if self._gradients:
+            torch._foreach_copy_(self._gradients, self._cut(flat))
+
+    def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return list(flat.split([piece.numel for piece, _, _ in self._pieces]))
 
     @torch.no_grad()
     def read(self, flat: torch.Tensor) -> None:
@@ -121,8 +139,8 @@ def _make_state(inner: Any, main: torch.Tensor, step: float) -> list[torch.Tenso
     return [state[moment] for moment in MOMENTS]
 
 
-def _find_pieces(model: Sequence[Any], chained: Any) -> Iterator[tuple[Piece, Any, torch.Tensor]]:
-    """(piece, inner optimizer, fp32 master of the piece), in the order of ``shard_layouts``."""
+def _find_pieces(model: Sequence[Any], chained: Any) -> Iterator[tuple[Piece, Any, torch.Tensor, torch.nn.Parameter]]:
+    """(piece, inner optimizer, fp32 master of the piece, parameter), in the order of ``shard_layouts``."""
     name_of = {param: name for name, param in named_parameters(model)}
     for optimizer in chained.chained_optimizers:
         found = []
@@ -131,9 +149,9 @@ def _find_pieces(model: Sequence[Any], chained: Any) -> Iterator[tuple[Piece, An
             group, order = optimizer.model_param_group_index_map[param]
             main = optimizer.optimizer.param_groups[group]["params"][order]
             piece = Piece(name=name_of[param], start=owned["param"].start, stop=owned["param"].end)
-            found.append((gbuf, bucket, owned["gbuf_world"].start, piece, main))
-        for *_, piece, main in sorted(found, key=lambda entry: entry[:3]):
-            yield piece, optimizer.optimizer, main
+            found.append((gbuf, bucket, owned["gbuf_world"].start, piece, main, param))
+        for *_, piece, main, param in sorted(found, key=lambda entry: entry[:3]):
+            yield piece, optimizer.optimizer, main, param
 
 
 class OptimizerFactory:

@@ -1,4 +1,4 @@
-"""Wrappers around how Megatron lays optimizer state out, builds the optimizer, steps it and saves it."""
+"""Wrappers around how Megatron lays optimizer state out, builds the optimizer and saves it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,6 @@ def wrap_optimizer_part(original: Any) -> Any:
         return attached.factory.record(*args, **kwargs)
 
     return build
-
-
-def wrap_optimizer_step(original: Any) -> Any:
-    """The optimizer step, which leaves the state between two versions."""
-
-    @functools.wraps(original)
-    def step_with_ready_grads(self: Any) -> Any:
-        attached = attachment()
-        if attached.counter.step >= 0:
-            attached.strike(attached.counter.step, "optimizer", None)
-        attached.session.mark_dirty()
-        return original(self)
-
-    return step_with_ready_grads
 
 
 def wrap_layer_init(original: Any) -> Any:

@@ -72,6 +72,7 @@ def route_schedule(
     counter: PassCounter,
     num_rows: int,
     per_token_loss: bool,
+    keep_losses: Callable[[Any], None],
 ) -> Callable[..., Any]:
     """Wrap a forward-backward function of Megatron.
 
@@ -82,6 +83,7 @@ def route_schedule(
         counter: Told of every forward pass.
         num_rows: Data-parallel rows of the job; Megatron passes micro-batches per row.
         per_token_loss: Megatron divides by the global token count itself, so losses are not weighed.
+        keep_losses: Takes what a training pass gave, one dictionary of losses per micro-batch.
     """
 
     def run(*, forward_step_func: Any, num_microbatches: int, forward_only: bool = False, **kwargs: Any) -> Any:
@@ -99,8 +101,11 @@ def route_schedule(
                 return output, loss_function
             return output, weigh_loss(loss_function, weight)
 
-        return schedule(
+        losses = schedule(
             forward_step_func=forward_step, num_microbatches=len(items), forward_only=forward_only, **kwargs
         )
+        if not forward_only:
+            keep_losses(losses)
+        return losses
 
     return run

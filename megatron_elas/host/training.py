@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.training import get_args, get_timers
@@ -18,6 +19,7 @@ from megatron_elas.host.log_handover import Log
 from megatron_elas.host.model import clear_communication, fit_buffers, hash_parameters, named_parameters, sum_gradients
 from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess, shard_layouts
 from megatron_elas.host.pipeline import Route, RoutedPipeline
+from megatron_elas.host.updates import OptimizerMirror, Settings, finish_update, read_settings, sum_losses
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.communicator.membership import GroupMembers
 from megatron_elas.runtime.ports import StateDigest
@@ -26,6 +28,7 @@ from megatron_elas.spec.errors import StateInvalid
 from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.shards import ShardLayout
+from megatron_elas.spec.transaction import Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +82,8 @@ class MegatronHost:
         self._realign = True
         self._outer_timers: set[str] = set()
         self._access = ShardAccess(model, optimizer)
+        self._losses: dict[str, torch.Tensor] = {}
+        """Of the step under way, over all micro-batches; on the last stage."""
         self._layouts: dict[tuple[int, ...], dict[int, ShardLayout]] = {}
         """By members, for the recovery under way: it asks several times."""
         sum_gradients(model)
@@ -129,6 +134,44 @@ class MegatronHost:
     def write_shard(self, flat: torch.Tensor) -> None:
         """See Host."""
         self._access.write(flat)
+
+    def share_losses(self, losses: Sequence[dict[str, torch.Tensor]]) -> None:
+        """Sum the step's losses over the cells of the last stage, for ``conclude_step``."""
+        self._losses = sum_losses(list(losses), parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+    def read_gradients(self, flat: torch.Tensor) -> None:
+        """See Host."""
+        self._access.read_gradients(flat)
+
+    def apply_update(self, gradients: torch.Tensor, update: Update) -> None:
+        """See Host."""
+        self._access.write_gradients(gradients)
+        finish_update(self._optimizer, update)
+
+    def conclude_step(self, step: int, captured: object, update: Update) -> object:
+        """See Host."""
+        assert isinstance(captured, Captured)
+        if update.applies:
+            self._scheduler.num_steps = captured.scheduler_steps
+            self._scheduler.step(increment=int(get_args().global_batch_size))
+        self._step = step + 1
+        # As train_step returns it: losses, skipped, whether to save or to exit and with which code, norm, zeros, and
+        # the largest attention logit, which is not asked for.
+        zeros = None if update.zeros is None else int(update.zeros)
+        return self._losses, int(not update.applies), False, False, 0, update.norm, zeros, 0
+
+    def update_settings(self) -> Settings:
+        """See Host."""
+        return read_settings(self._optimizer)
+
+    def make_mirror(self, layout: ShardLayout, flat: torch.Tensor) -> OptimizerMirror:
+        """See Host."""
+        (part,) = self._optimizer.chained_optimizers
+        indices = self._factory.group_indices()
+        groups = {name: indices[param] for name, param in named_parameters(self._model)}
+        return OptimizerMirror(
+            layout, flat, groups.__getitem__, type(part.optimizer), self.update_settings(), part.config.clip_grad
+        )
 
     def plan_groups(self, plan: ElasticPlan) -> dict[str, GroupMembers]:
         """See Host."""

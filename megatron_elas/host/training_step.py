@@ -36,6 +36,7 @@ def wrap_train_step(original: Any) -> Any:
         def body(step: int) -> Any:
             host.begin_step(step, data_iterator)
             attached.samples.clear()
+            attached.norm = attached.zeros = None
             attached.counter.begin(step)
             outcome = original(
                 forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config,
@@ -43,9 +44,6 @@ def wrap_train_step(original: Any) -> Any:
             )  # fmt: skip
             attached.counter.begin(-1)
             host.end_step()
-            if attached.sample_log is not None:
-                plan, seat = attached.route.plan, attached.route.seat
-                attached.sample_log.write(plan.epoch, step, seat.stage, attached.samples)
             return outcome
 
         return attached.session.run_step(iteration, body)
@@ -79,6 +77,10 @@ def wrap_schedule_lookup(original: Any) -> Any:
         from megatron.training import get_args
 
         attached = attachment()
+
+        def keep_losses(losses: Any) -> None:
+            attached.losses = losses
+
         return route_schedule(
             original(*args, **kwargs),
             attached.route,
@@ -86,6 +88,7 @@ def wrap_schedule_lookup(original: Any) -> Any:
             attached.counter,
             attached.job.data_parallel,
             bool(get_args().calculate_per_token_loss),
+            keep_losses,
         )
 
     return get_forward_backward_func

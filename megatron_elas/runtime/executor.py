@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from megatron_elas.runtime.communicator.membership import Membership
 from megatron_elas.runtime.migration import apply_moves
 from megatron_elas.runtime.ports import Control, FaultPoint, Groups, Host, Order
-from megatron_elas.runtime.replicator import Replicator
+from megatron_elas.runtime.snapshots import SnapshotPool
 from megatron_elas.runtime.state import WorkerState
 from megatron_elas.runtime.store import ShardStore
 from megatron_elas.runtime.transport.base import Transport
@@ -25,14 +25,15 @@ from megatron_elas.spec.report import RecoveryReport
 FIELDS = ("stage", "lane", "resume step", "consumed samples", "parameter hash", "owned elements", "total elements")
 
 
-def make_store(host: Host, plan: ElasticPlan, worker: int) -> ShardStore:
+def make_store(host: Host, plan: ElasticPlan, worker: int, versions: int) -> ShardStore:
     """Empty copies for a seated worker's own shard and its wards' under the plan."""
     seat = plan.placement.seat(worker)
     layouts = host.shard_layouts(plan.placement.replicas(seat.stage, seat.lane))
     return ShardStore(
         layout=layouts[worker],
-        backup=plan.backup_of(worker),
+        backups=plan.backups_of(worker),
         wards={ward: layouts[ward] for ward in plan.wards_of(worker)},
+        versions=versions,
     )
 
 
@@ -44,7 +45,7 @@ class Executor:
         state: WorkerState,
         host: Host,
         transport: Transport,
-        replicator: Replicator,
+        pool: SnapshotPool,
         groups: Groups,
         control: Control,
         strike: FaultPoint,
@@ -56,7 +57,7 @@ class Executor:
         self._state = state
         self._host = host
         self._transport = transport
-        self._replicator = replicator
+        self._pool = pool
         self._groups = groups
         self._control = control
         self._strike = strike
@@ -107,11 +108,11 @@ class Executor:
         store, moved_bytes = self._restore(base_plan, base, plan, settlement.resume_step, alive)
         marks["restore"] = time.time()
         if store is not None:
-            self._replicator.renew(store, settlement.resume_step)  # on its way while the optimizer is built
+            self._pool.renew(store, settlement.resume_step)  # on its way while the optimizer is built
             self._strike(loop_step, "recovery-rebuild", None)
             self._rebuild(plan, store, settlement.resume_step)
             marks["rebuild"] = time.time()
-            self._replicator.wait()
+            self._pool.wait()
             self._strike(loop_step, "recovery-verify", None)
             self._verify(plan, settlement.resume_step)
             marks["verify"] = time.time()
@@ -131,8 +132,7 @@ class Executor:
             return None, 0
         if version not in base.own.held:
             assert state.live == version, f"worker {state.worker} reported version {version} but has {state.live}"
-            host.read_shard(base.own.begin(version))
-            base.own.complete(version)
+            self._pool.keep_own(base, version)
         base.forget_after(version)
         seat = base_plan.placement.seat(state.worker)
         old_members = base_plan.placement.replicas(seat.stage, seat.lane)
@@ -151,7 +151,7 @@ class Executor:
         store = None
         target = None
         if state.worker in new_members:
-            store = make_store(host, plan, state.worker)
+            store = make_store(host, plan, state.worker, self._pool.mode.versions)
             target = store.own.begin(version)
             target[-1] = base.own.get(version)[-1]
         moved_bytes = apply_moves(moves, state.worker, sources, target, self._transport)

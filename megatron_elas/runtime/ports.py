@@ -14,6 +14,7 @@ from megatron_elas.spec.events import WorkerLost
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 from megatron_elas.spec.shards import ShardLayout
+from megatron_elas.spec.transaction import Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,19 @@ class StateDigest:
     """Samples of all steps before the one that is run next."""
 
 
+class Mirror(Protocol):
+    """A copy of another worker's optimizer shard that follows its updates in place."""
+
+    def apply(self, gradients: torch.Tensor, update: Update, settings: object) -> None:
+        """Do to the copy what the owner does to its shard, with the same bits.
+
+        Args:
+            gradients: (P,) fp32, the owner's reduced gradients of the step; may be changed.
+            update: What else the step's update depends on.
+            settings: ``Host.update_settings()`` of the step: learning rate and the like.
+        """
+
+
 class Host(Protocol):
     """The training framework, as seen by one worker. Called on the main thread at a step boundary."""
 
@@ -41,6 +55,32 @@ class Host(Protocol):
 
     def write_shard(self, flat: torch.Tensor) -> None:
         """Make ``flat`` the optimizer shard in use, and cast it into this worker's slice of the parameters."""
+
+    def read_gradients(self, flat: torch.Tensor) -> None:
+        """Copy the reduced gradients of the shard in use into ``flat`` ((P,), fp32)."""
+
+    def apply_update(self, gradients: torch.Tensor, update: Update) -> None:
+        """Finish what the optimizer has not done of a step's update, from the gradients as ``read_gradients`` gave
+        them; without communication. May be called when it has begun already.
+        """
+
+    def conclude_step(self, step: int, captured: object, update: Update) -> object:
+        """Do what the rest of the step's body, which was cut, would have done to counters and schedules.
+
+        Args:
+            step: Its update is applied.
+            captured: ``capture()`` at its start.
+            update: The step's.
+
+        Returns:
+            What the body would have returned.
+        """
+
+    def update_settings(self) -> object:
+        """What an update depends on beside gradients and norm, as it is in the step under way."""
+
+    def make_mirror(self, layout: ShardLayout, flat: torch.Tensor) -> Mirror:
+        """A mirror of a shard of this layout, whose state is and stays in ``flat``."""
 
     def plan_groups(self, plan: ElasticPlan) -> Mapping[str, GroupMembers]:
         """The members of this worker's groups under the plan, by name. Changes nothing."""

@@ -1,4 +1,4 @@
-"""Sends each step's shard to its backup, and takes in the wards', while the next forward runs.
+"""Sends whole shards to their backups, and takes in the wards', while the main thread computes.
 
 After a loss only the copies that a backup lacks are sent: owners and backups first say what they have.
 """
@@ -43,7 +43,7 @@ class Replicator:
         self._begin(_Round(store, version, renew=False))
 
     def renew(self, store: ShardStore, version: int) -> None:
-        """As ``start``, but backups that hold the version already get nothing. Called by all of a stage and lane."""
+        """As ``start``, but backups that hold the version already get nothing. Called by all owners and backups."""
         self._begin(_Round(store, version, renew=True))
 
     def _begin(self, latest: _Round) -> None:
@@ -78,20 +78,18 @@ class Replicator:
 
     def _exchange(self, store: ShardStore, version: int, renew: bool) -> None:
         wards = [ward for ward, copies in store.wards.items() if not renew or version not in copies.held]
-        backup = store.backup
-        if renew and not self._ask(store, version, wards):
-            backup = None
-        sends = [] if backup is None else [Part(backup, as_bytes(store.own.get(version)))]
+        backups = self._ask(store, version, wards) if renew else store.backups
+        sends = [Part(backup, as_bytes(store.own.get(version))) for backup in backups]
         receives = [Part(ward, as_bytes(store.wards[ward].begin(version))) for ward in wards]
         self._transport.exchange(SNAPSHOTS, version & 0xFFFF, sends, receives)
         for ward in wards:
             store.wards[ward].complete(version)
 
-    def _ask(self, store: ShardStore, version: int, missing: list[int]) -> bool:
-        """Tell the wards whose copies are missing here; gives whether the own one is missing at the backup."""
+    def _ask(self, store: ShardStore, version: int, missing: list[int]) -> list[int]:
+        """Tell the wards whose copies are missing here; gives the backups at which the own one is missing."""
         tag = ASKING | version & 0xFFFF
         tells = [Part(ward, memoryview(_MISSING if ward in missing else _HERE)) for ward in store.wards]
-        answer = bytearray(_HERE)
-        told = [] if store.backup is None else [Part(store.backup, memoryview(answer))]
+        answers = {backup: bytearray(_HERE) for backup in store.backups}
+        told = [Part(backup, memoryview(answer)) for backup, answer in answers.items()]
         self._transport.exchange(SNAPSHOTS, tag, tells, told)
-        return answer == _MISSING
+        return [backup for backup, answer in answers.items() if answer == _MISSING]

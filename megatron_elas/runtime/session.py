@@ -1,19 +1,16 @@
-"""The step as seen by one worker: run it, commit it, or recover and run it again.
+"""The step as seen by one worker: run it, finish or drop it when the membership ends, and run it again.
 
-A step ``k`` of the training loop::
+A step ``k`` of the training loop goes through the phases of ``spec.transaction``. The host runs its own step in
+``body(k)`` and calls back: ``exchange_gradients`` when they are reduced, ``prepare`` when the norm is known,
+``applied`` when the optimizer has changed the shard.
 
-    stage own shard (version k), start to send it to the backup     overlaps with
-    forward, backward, reduce, optimizer, parameter gather          the host's step
-    wait for the copies of version k, sent and received
-    commit barrier                                                  now step k counts
+Version ``v`` is the state before step ``v``. When a membership ends, all survivors go on from one version: the one
+after the open step if that step commits, else the one before it. A step the loop has already returned from
+is run again silently, where copies are kept the way that needs it (see ``snapshots``).
 
-Version ``v`` is the state before step ``v``. Two versions are kept, so whenever a membership ends
-there is one that is whole on all survivors: ``k`` if the lost worker's copy of it had arrived,
-``k - 1`` otherwise. Steps from there are run again on the same samples; a step the loop has
-already returned from is run again silently.
-
-Steps, evaluations and saves are *joint activities*: all workers do them in the same order, and each ends
-with a barrier, so no loop is ever more than one ahead of another. An evaluation or a save that is cut short
+Steps, evaluations and saves are *joint activities*: all workers do them in the same order, and each has
+a point that nobody passes before all have come to it (the norm of a step, a barrier at the end of the others), so no
+loop is ever more than one ahead of another. An evaluation or a save that is cut short
 is run again after the recovery, unless somebody has left its barrier already: then it counts for all.
 
 Between activities (logging) collectives are *tolerant*: they finish locally when the membership ends, and the
@@ -31,12 +28,13 @@ from typing import Any
 
 from megatron_elas.runtime.executor import Executor, make_store
 from megatron_elas.runtime.ports import Control, FaultPoint, Groups, Host
-from megatron_elas.runtime.replicator import Replicator
+from megatron_elas.runtime.snapshots import SnapshotMode, SnapshotPool
 from megatron_elas.runtime.state import WorkerState
 from megatron_elas.runtime.transport.base import Transport
 from megatron_elas.spec.errors import ElasticError, EpochChanged, PeerLost, comes_of
-from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
+from megatron_elas.spec.transaction import FOLLOWS, StepPhase, Update
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +75,7 @@ class Session:
         groups: Groups,
         control: Control,
         strike: FaultPoint,
+        mode: SnapshotMode = SnapshotMode.REPLAY,
     ) -> None:
         self.worker = worker
         self._first_plan: ElasticPlan | None = plan
@@ -85,12 +84,16 @@ class Session:
         self._groups = groups
         self._control = control
         self._strike = strike
-        self._replicator = Replicator(transport)
+        self._mode = mode
+        self._pool: SnapshotPool | None = None
         self._state: WorkerState | None = None
         self._executor: Executor | None = None
         self._host: Host | None = None
         self._body: Body | None = None
         self._outcome: tuple[int, Any] | None = None
+        self._phase = StepPhase.COMPUTE
+        self._running: int | None = None
+        """The step whose body has begun and not returned."""
         self._next_step = 0
         self._activity = 0
         """Joint activities that the loop has completed."""
@@ -134,20 +137,61 @@ class Session:
             fitted=plan.placement.replicas(seat.stage, seat.lane),
         )
         self._first_plan = None
-        store = make_store(host, plan, self.worker)
+        self._pool = SnapshotPool(self._transport, host, self._mode)
+        store = make_store(host, plan, self.worker, self._mode.versions)
         self._state.stores[plan.epoch] = (plan, store)
         self._executor = Executor(
-            self._state, host, self._transport, self._replicator, self._groups, self._control, self._strike
+            self._state, host, self._transport, self._pool, self._groups, self._control, self._strike
         )
         logger.info(
-            "worker %d: optimizer shard of %d elements, backup on worker %s, copies take %.1f MiB of host memory",
-            self.worker, store.layout.numel, store.backup, store.num_bytes / 2**20,
+            "worker %d: optimizer shard of %d elements, backups on workers %s, copies take %.1f MiB of host memory",
+            self.worker, store.layout.numel, list(store.backups), store.num_bytes / 2**20,
         )  # fmt: skip
 
-    def mark_dirty(self) -> None:
-        """The optimizer is about to change parameters: what is in use is no complete version until the step ends."""
-        assert self._state is not None
-        self._state.live = None
+    # ------------------------------------------------------------ called by the host inside a step
+
+    def exchange_gradients(self) -> None:
+        """The gradients of the step under way are reduced: have them at the backups before going on.
+
+        Raises:
+            EpochChanged: The membership ended.
+        """
+        state, step = self._in_step()
+        self._enter(StepPhase.REDUCE)
+        self._strike(step, "snapshot", None)
+        self._pool_in_use.exchange(state.store, step)
+
+    def prepare(self, update: Update) -> None:
+        """The step's norm is known: from here on it is finished, whoever is lost. The optimizer runs after."""
+        state, _ = self._in_step()
+        self._enter(StepPhase.PREPARED)
+        self._pool_in_use.follow(state.store, update)
+        self._enter(StepPhase.APPLY)
+        if self._mode is SnapshotMode.COPY:  # a half-applied update is undone; with replay it is finished
+            state.live = None
+        if not update.applies:
+            self.applied()
+
+    def applied(self) -> None:
+        """The optimizer has changed all of the own shard."""
+        state, step = self._in_step()
+        self._enter(StepPhase.SYNC)
+        state.live = step + 1
+
+    def _in_step(self) -> tuple[WorkerState, int]:
+        assert self._state is not None and self._running is not None, "no step is under way"
+        return self._state, self._running
+
+    def _enter(self, phase: StepPhase) -> None:
+        assert phase in FOLLOWS[self._phase], f"worker {self.worker}: {phase} does not follow {self._phase}"
+        self._phase = phase
+
+    @property
+    def _pool_in_use(self) -> SnapshotPool:
+        assert self._pool is not None
+        return self._pool
+
+    # ------------------------------------------------------------ called by the training loop
 
     def run_step(self, step: int, body: Body) -> Any:
         """Run and commit step ``step`` of the loop, through any number of membership changes.
@@ -243,7 +287,8 @@ class Session:
         """
         self.run_between(lambda: None)
         (tell or self._control.finished)()
-        self._replicator.close()
+        if self._pool is not None:
+            self._pool.close()
 
     @property
     def _executor_in_use(self) -> Executor:
@@ -293,27 +338,25 @@ class Session:
         state, host, body = self._state, self._host, self._body
         assert state is not None and host is not None and body is not None
         self._control.progress(state.plan.epoch, step)
-        store = state.store
-        if step not in store.own.held:
-            host.read_shard(store.own.begin(step))
-            store.own.complete(step)
-            self._replicator.start(store, step)
-            if not state.captures:  # no older version to fall back to: nobody may begin before all copies are there
-                self._replicator.wait()
-                self._groups.barrier()
+        store, pool = state.store, self._pool_in_use
+        pool.begin_step(store, step)
+        if not state.captures:  # no older version to fall back to: nobody may begin before all copies are there
+            pool.wait()
+            self._groups.barrier()
         state.captures[step] = host.capture()
         state.captures.pop(step - 2, None)
-        self._strike(step, "snapshot", None)
+        self._phase = StepPhase.COMPUTE
+        self._running = step
         result = body(step)
+        self._running = None
         state.live = step + 1
         self._outcome = (step, result)
-        self._replicator.wait()
         self._strike(step, "commit", None)
-        self._groups.barrier()
-        committed_s = time.time()
+        done_s = time.time()
         state.retire_old_layouts()
+        pool.settle_in(store)
         if self._open_report is not None:
-            self._open_report.marks_s["first_step"] = committed_s
+            self._open_report.marks_s["first_step"] = done_s
             self._report_recovery()
 
     # ------------------------------------------------------------ recovery
@@ -346,20 +389,24 @@ class Session:
         self._transport.cancel()  # also ends what is in flight after a link broke
         self._groups.drain()
         self._groups.clear_pending()  # or the groups would stay silent during the recovery
-        self._replicator.drain()
+        self._pool_in_use.drain()
         unwound_s = time.time()
+        self._strike(step, "recovery-quiesce", None)
         holdings = state.holdings()
         control.settled(
             SettleReport(
                 worker=self.worker,
                 epoch=announcement.epoch,
                 step=step,
+                phase=self._phase,
                 activity=self._activity,
                 waived=executor.waived_activity,
                 holdings=holdings,
             )
         )
-        report = executor.apply(control.wait_recover(announcement.epoch), step)
+        order = control.wait_recover(announcement.epoch)
+        self._finish_open_step(order.settlement)
+        report = executor.apply(order, step)
         report.marks_s["quiesce"] = unwound_s
         self._lead = max(self._lead, executor.lead_activity)
         seated = state.stores[state.plan.epoch][1] is not None
@@ -368,6 +415,22 @@ class Session:
         else:
             control.recovered(report)
         return seated
+
+    def _finish_open_step(self, settlement: Settlement) -> None:
+        """Apply the step that is committed, where that has not been done, in the layout it was computed in."""
+        state, host, update = self._state, self._host, settlement.commit
+        assert state is not None and host is not None
+        _, store = state.stores.get(settlement.base_epoch, (None, None))
+        if update is not None and store is not None:
+            self._pool_in_use.finish_open_step(store, update)
+            if state.live == update.step and store.ready == update.step:
+                host.apply_update(store.gradients(), update)
+                state.live = update.step + 1
+            if self._running == update.step:
+                outcome = host.conclude_step(update.step, state.captures[update.step], update)
+                self._outcome = (update.step, outcome)
+        self._running = None
+        self._phase = StepPhase.COMPUTE
 
     def _report_peer(self, error: BaseException | None) -> None:
         """Tell the controller when a broken link is behind ``error``."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_elas.spec.layout import Placement
+from megatron_elas.spec.transaction import Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,3 +74,5 @@ class Settlement:
     """The most joint activities any survivor's loop has completed. The others do not repeat those."""
     waived_activity: int = -1
     """The newest joint activity that failed somewhere and that nobody runs again; -1: none."""
+    commit: Update | None = None
+    """The step before ``resume_step``, if it was open: those who have not applied it yet do so."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron_elas.spec.transaction import StepPhase, Update
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
@@ -21,6 +23,11 @@ class Holding:
     """Versions of its own shard that it holds as complete copies."""
     wards: dict[int, tuple[int, ...]]
     """Complete versions it holds of the workers it backs up."""
+    ready: int | None = None
+    """The step whose reduced gradients it holds, its own and those of all its wards: with the step's ``Update`` each
+    of those states of version ``ready`` becomes one of version ``ready + 1``."""
+    update: Update | None = None
+    """Of the newest step that it is PREPARED for, or has gone through, in this layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +39,8 @@ class SettleReport:
     """The epoch that begins."""
     step: int
     """The step the worker's training loop is in (or about to enter)."""
+    phase: StepPhase = StepPhase.COMPUTE
+    """Where in it."""
     activity: int
     """How many joint activities (steps, evaluations, saves) its loop has completed."""
     waived: int = -1

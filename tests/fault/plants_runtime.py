@@ -59,7 +59,7 @@ def runtime_plants(scene: Scene) -> dict[str, Plant]:
     peer = next(worker for worker in scene.seated if worker != scene.worker)
     group = next(group for group in scene.groups[1:] if group.size() == 1)
     store = state.store
-    replicator = session._replicator
+    replicator = session._pool._replicator
     free = world.channel + (1 << 32)  # the world's point-to-point channel has no links
 
     def inbox() -> Any:

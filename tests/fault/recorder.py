@@ -47,7 +47,9 @@ def main() -> int:
     def record_walk(session: Any, step: int, body: Any) -> Any:
         outcome = run_step(session, step, body)
         footprints.append({"step": step, **take_footprint(attachment())})
-        if session.plan.epoch not in walked:
+        # A worker whose step was finished in the recovery has run none under the new plan yet.
+        ran = session._state.live == step + 1 and set(session._state.stores) == {session.plan.epoch}
+        if session.plan.epoch not in walked and ran:
             walked.add(session.plan.epoch)
             save(f"walk.{session.plan.epoch}", session.worker, walk(attachment(), step))
             if os.environ.get("ELAS_TEST_PLANTS") == str(session.worker):

@@ -209,8 +209,10 @@ def optimizers(scene: Scene) -> Iterator[Finding]:
         if thing is not chain and not any(thing is part for part in parts):
             yield f"a {type(thing).__name__} that is not in the chain is alive"
     inner = [part.optimizer for part in parts]
+    mirrors = [mirror for _, kept in scene.session._pool._mirrors.values() for mirror in kept.values()]
+    following = [mirror._optimizer for mirror in mirrors]
     for thing in scene.of(torch.optim.Optimizer):
-        if not any(thing is other for other in inner):
+        if not any(thing is other for other in [*inner, *following]):
             yield f"a {type(thing).__name__} that no optimizer of the chain uses is alive"
     for thing in scene.of(OptimizerParamScheduler):
         if thing.optimizer is not chain:

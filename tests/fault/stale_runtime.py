@@ -217,7 +217,7 @@ def threads(scene: Scene) -> Iterator[Finding]:
     """Threads of groups are those of living groups; all others of ours are there once."""
     expected = {f"elastic-group-{group.group_name}" for group in scene.groups}
     expected |= {f"elastic-{what}-{scene.worker}" for what in ("accept", "posts")}
-    expected |= {"elas-replicator", "elas-link", "elas-heartbeat"}
+    expected |= {"elas-replicator", "elas-follower_0", "elas-link", "elas-heartbeat"}
     seen: set[str] = set()
     for thread in threading.enumerate():
         if not thread.name.startswith(("elastic-", "elas-")):
@@ -239,11 +239,11 @@ def session(scene: Scene) -> Iterator[Finding]:
     elif (store := state.stores[scene.epoch][1]) is not None:
         if state.stores[scene.epoch][0] is not scene.plan:
             yield "the copies are kept under another plan"
-        if store.backup != scene.plan.backup_of(scene.worker):
-            yield f"copies go to worker {store.backup}, the plan says {scene.plan.backup_of(scene.worker)}"
+        if store.backups != scene.plan.backups_of(scene.worker):
+            yield f"copies go to workers {store.backups}, the plan says {scene.plan.backups_of(scene.worker)}"
         if tuple(store.wards) != scene.plan.wards_of(scene.worker):
             yield f"copies of workers {tuple(store.wards)} are kept, the plan says {scene.plan.wards_of(scene.worker)}"
-        if ours._replicator._latest is not None and ours._replicator._latest.store is not store:
+        if ours._pool._replicator._latest is not None and ours._pool._replicator._latest.store is not store:
             yield "the replicator holds copies of another layout"
     if state.fitted != replicas:
         yield f"buffers and optimizer are fitted to {state.fitted}, the replicas are {replicas}"
@@ -257,9 +257,11 @@ def session(scene: Scene) -> Iterator[Finding]:
         return
     if scene.communicator.pending_error is not None:
         yield f"an error is pending: {scene.communicator.pending_error}"
-    if ours._replicator._latest is not None and ours._replicator._latest.error is not None:
-        yield f"the replicator holds {ours._replicator._latest.error!r}"
-    if not ours._replicator._rounds.empty():
+    if any(kept is not state.stores[scene.epoch][1] for kept, _ in ours._pool._mirrors.values()):
+        yield "the pool follows copies of another layout"
+    if ours._pool._replicator._latest is not None and ours._pool._replicator._latest.error is not None:
+        yield f"the replicator holds {ours._pool._replicator._latest.error!r}"
+    if not ours._pool._replicator._rounds.empty():
         yield "the replicator has rounds in its queue"
 
 

@@ -82,7 +82,7 @@ def test_other_ways_to_go_end_in_the_same_recovery(kind: str, calm: Run, tmp_pat
     assert_survivors(run, {0, 1, 3})
 
 
-@pytest.mark.parametrize("phase", ["snapshot", "optimizer", "commit", "between"])
+@pytest.mark.parametrize("phase", ["reduce", "snapshot", "norm", "optimizer", "gather", "commit", "between"])
 def test_a_worker_lost_around_the_ends_of_a_step_loses_no_step(phase: str, calm: Run, tmp_path: Path) -> None:
     run = lose(tmp_path, f"kill:worker=0@step={AT},phase={phase}")
     assert_same_training(run, calm)

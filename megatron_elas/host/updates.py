@@ -1,0 +1,140 @@
+"""The optimizer's update of a step, done again elsewhere: on a backup's copy, or after a step that was cut.
+
+Both go through Megatron's and torch's own functions on tensors of the same sizes as the owner's, so they give the
+same bits. (An element-wise kernel may round the elements at the end of a tensor differently from those
+before, so a copy that is cut into other pieces would not do.)
+
+# P elements of one slot of a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from megatron_elas.host.optimizer import MOMENTS
+from megatron_elas.spec.shards import SLOTS, ShardLayout
+from megatron_elas.spec.transaction import Update
+
+Settings = list[dict[str, Any]]
+"""Options of every parameter group of the optimizer: learning rate, weight decay, betas, ..."""
+
+
+def read_settings(chained: Any) -> Settings:
+    """The options that the next update is made with."""
+    (part,) = chained.chained_optimizers
+    return [{key: value for key, value in group.items() if key != "params"} for group in part.optimizer.param_groups]
+
+
+class OptimizerMirror:
+    """A copy of an optimizer shard, followed by an optimizer of the owner's kind. Implements ``runtime.ports.Mirror``.
+
+    Args:
+        layout: Of the shard.
+        flat: (3 P + 1,) fp32, filled; its parts are the optimizer's tensors.
+        group_of: Parameter group by parameter name.
+        kind: Class of the owner's inner optimizer.
+        settings: Options of all its groups.
+        clip: Largest norm of the gradients; 0: they are not clipped.
+    """
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        flat: torch.Tensor,
+        group_of: Callable[[str], int],
+        kind: Callable[[Settings], torch.optim.Optimizer],
+        settings: Settings,
+        clip: float,
+    ) -> None:
+        self._flat = flat
+        self._clip = clip
+        slots = flat[:-1].view(len(SLOTS), -1)
+        groups: Settings = [{**options, "params": []} for options in settings]
+        self._params: list[torch.Tensor] = []
+        self._spans: list[slice] = []
+        moments: list[list[torch.Tensor]] = []
+        for piece, offset in zip(layout.pieces, layout.offsets(), strict=True):
+            span = slice(offset, offset + piece.numel)
+            param = slots[0, span]
+            groups[group_of(piece.name)]["params"].append(param)
+            self._params.append(param)
+            self._spans.append(span)
+            moments.append([slots[number, span] for number in range(1, len(SLOTS))])
+        self._step = torch.zeros(())
+        """Of every piece: one tensor, so that a copy that is filled anew changes it for all."""
+        self._optimizer = kind(groups) if self._params else None
+        if self._optimizer is not None:
+            for param, parts in zip(self._params, moments, strict=True):
+                self._optimizer.state[param] = dict(zip(MOMENTS, parts, strict=True))
+
+    @torch.no_grad()
+    def apply(self, gradients: torch.Tensor, update: Update, settings: object) -> None:
+        """See ``runtime.ports.Mirror``."""
+        assert isinstance(settings, list)
+        step = float(self._flat[-1])
+        if self._optimizer is not None:
+            for group, options in zip(self._optimizer.param_groups, settings, strict=True):
+                group.update(options)
+                if "step" in group:  # fused optimizers count there
+                    group["step"] = int(step)
+            for param, span in zip(self._params, self._spans, strict=True):
+                param.grad = gradients[span]
+                self._optimizer.state[param]["step"] = torch.tensor(step)
+            clip(self._params, self._clip, update)
+            self._optimizer.step()
+        self._flat[-1] = step + 1
+
+
+def clip(params: Sequence[torch.Tensor], limit: float, update: Update) -> None:
+    """Scale the gradients as Megatron does for the norm of the whole model."""
+    if limit > 0 and params:
+        assert update.norm is not None
+        clip_grad_by_total_norm_fp32(list(params), max_norm=limit, total_norm=update.norm)
+
+
+@torch.no_grad()
+def finish_update(chained: Any, update: Update) -> None:
+    """Make the update from the gradients in DDP's buffers, without any communication.
+
+    Args:
+        chained: Megatron's optimizer, which has not made it.
+        update: The step's.
+    """
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+    if not update.applies:
+        return
+    (part,) = chained.chained_optimizers
+    timers, part.config.timers = part.config.timers, None  # some of them are barriers
+    try:
+        part.prepare_grads()
+        clip(part.get_parameters(), part.config.clip_grad, update)
+        # Not the method of the class below, which gathers the parameters too.
+        make_update = MixedPrecisionOptimizer.step_with_ready_grads
+        getattr(make_update, "__wrapped__", make_update)(part)
+    finally:
+        part.config.timers = timers
+
+
+def sum_losses(losses: list[dict[str, torch.Tensor]], group: Any) -> dict[str, torch.Tensor]:
+    """The step's losses over all cells of the last stage, as ``train_step`` reports them.
+
+    Args:
+        losses: One dictionary per micro-batch of this cell; its values are (sum, count) or a mean.
+        group: The cells.
+    """
+    result = {}
+    for key in losses[0] if losses else ():
+        values = torch.stack([entry[key].detach().view(-1) for entry in losses])
+        if values.shape[1] == 2:
+            total = values.sum(dim=0)
+            dist.all_reduce(total, group=group)
+            result[key] = total[0] / total[1]
+        else:
+            result[key] = values.mean()
+    return result

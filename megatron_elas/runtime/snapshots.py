@@ -1,0 +1,156 @@
+"""The copies of every optimizer shard at other workers, kept in one of two ways.
+
+* **replay**: a backup gets a whole copy once, then the ward's reduced gradients of every step (4 bytes per parameter
+  instead of 12), and applies the same update as the owner to its copy, on a thread of its own, while the main thread
+  goes on. An owner keeps no copy of its own shard: nobody changes anything before the step is sure to be finished.
+* **copy**: a whole copy in every step, two versions of each, at the owner too. For optimizers whose update depends on
+  more than an element's own state and gradient. A step that was cut is undone instead of finished.
+
+# P elements of one slot of a shard.
+"""
+
+from __future__ import annotations
+
+import enum
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from megatron_elas.runtime.channels import SNAPSHOTS
+from megatron_elas.runtime.communicator.buffers import as_bytes
+from megatron_elas.runtime.ports import Host, Mirror
+from megatron_elas.runtime.replicator import Replicator
+from megatron_elas.runtime.store import ShardStore
+from megatron_elas.runtime.transport.base import Part, Transport
+from megatron_elas.spec.shards import VERSIONS
+from megatron_elas.spec.transaction import Update
+
+GRADIENTS = 1 << 17
+"""Added to the tag of a step's gradients; steps take the 16 lowest bits."""
+
+
+class SnapshotMode(enum.StrEnum):
+    """How backups follow their wards."""
+
+    REPLAY = "replay"
+    COPY = "copy"
+
+    @property
+    def versions(self) -> int:
+        """Versions of a shard that are kept."""
+        return 1 if self is SnapshotMode.REPLAY else VERSIONS
+
+
+class SnapshotPool:
+    """Fills and follows the copies in a ShardStore. One per worker; called on its main thread."""
+
+    def __init__(self, transport: Transport, host: Host, mode: SnapshotMode) -> None:
+        self._transport = transport
+        self._host = host
+        self.mode = mode
+        self._replicator = Replicator(transport)
+        self._follower = ThreadPoolExecutor(1, thread_name_prefix="elas-follower")
+        self._following: Future[None] | None = None
+        self._mirrors: dict[int, tuple[ShardStore, dict[int, Mirror]]] = {}
+        """By identity of the store that they follow; of one or two stores."""
+
+    def begin_step(self, store: ShardStore, step: int) -> None:
+        """Begin to send whole copies of version ``step`` where they are needed."""
+        store.ready = None
+        copied = step in store.own.held
+        if self.mode is SnapshotMode.COPY:
+            needed = not copied
+        else:
+            needed = store.update is None and not copied and bool(store.backups or store.wards)
+            # A store that a recovery made has been seeded by it.
+        if needed:
+            self.keep_own(store, step)
+            self._replicator.start(store, step)
+
+    def keep_own(self, store: ShardStore, version: int) -> None:
+        """Copy the shard in use, which is ``version``, to host memory."""
+        self._host.read_shard(store.own.begin(version))
+        store.own.complete(version)
+
+    def renew(self, store: ShardStore, version: int) -> None:
+        """Begin to send copies of ``version`` to backups that lack it; the own copy is complete."""
+        self._replicator.renew(store, version)
+
+    def wait(self) -> None:
+        """Until whole copies on their way have arrived. Raises what sending them raised (EpochChanged, PeerLost)."""
+        self._replicator.wait()
+
+    def exchange(self, store: ShardStore, step: int) -> None:
+        """Fulfil this worker's duty of the step, whose gradients are reduced: its shard's are at the backups after, and
+        those of its wards here.
+
+        Raises:
+            EpochChanged, PeerLost: Cut short.
+        """
+        self._replicator.wait()
+        if self.mode is SnapshotMode.COPY:
+            return
+        self._end_following()
+        store.ready = None
+        own = store.gradients()
+        self._host.read_gradients(own)
+        self._transport.exchange(
+            SNAPSHOTS,
+            GRADIENTS | step & 0xFFFF,
+            [Part(backup, as_bytes(own)) for backup in store.backups],
+            [Part(ward, as_bytes(store.gradients(ward))) for ward in store.wards],
+        )
+        store.ready = step
+
+    def follow(self, store: ShardStore, update: Update) -> None:
+        """The step is sure to be finished: begin to bring the wards' copies to the next version."""
+        store.update = update
+        if store.ready == update.step and store.wards:
+            settings = self._host.update_settings()
+            self._following = self._follower.submit(self._advance, store, update, settings)
+
+    def finish_open_step(self, store: ShardStore, update: Update) -> None:
+        """Bring the wards' copies that have not followed yet to the version after ``update.step``."""
+        if store.ready == update.step:
+            store.update = update
+            self._advance(store, update, self._host.update_settings())
+
+    def _advance(self, store: ShardStore, update: Update, settings: object) -> None:
+        step = update.step
+        for ward, copies in store.wards.items():
+            if copies.held == (step,):
+                flat = copies.get(step)
+                if update.applies:
+                    mirror = self._mirror(store, ward)
+                    copies.begin(step)  # neither version while it is changed
+                    mirror.apply(store.gradients(ward), update, settings)
+                copies.complete(step + 1)
+                assert copies.get(step + 1) is flat
+
+    def _mirror(self, store: ShardStore, ward: int) -> Mirror:
+        _, mirrors = self._mirrors.setdefault(id(store), (store, {}))
+        if ward not in mirrors:
+            flat = store.wards[ward].get(store.wards[ward].held[0])
+            mirrors[ward] = self._host.make_mirror(store.ward_layouts[ward], flat)
+        return mirrors[ward]
+
+    def settle_in(self, store: ShardStore) -> None:
+        """A step has been finished under the store's layout: let go of what only a way back would need."""
+        self._mirrors = {key: kept for key, kept in self._mirrors.items() if kept[0] is store}
+        if self.mode is SnapshotMode.REPLAY:
+            store.own.release()
+
+    def _end_following(self) -> None:
+        """Until the wards' copies have followed. Raises what applying an update raised."""
+        if self._following is not None:
+            following, self._following = self._following, None
+            following.result()
+
+    def drain(self) -> None:
+        """Block until nothing is in flight: exchanges however they end, updates of copies to their end."""
+        self._replicator.drain()
+        self._end_following()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._end_following()
+        self._follower.shutdown()
+        self._replicator.close()
