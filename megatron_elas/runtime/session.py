@@ -98,6 +98,8 @@ class Session:
         self._activity = 0
         """Joint activities that the loop has completed."""
         self._inside = False
+        self._copied = False
+        """Whether all first copies are at the backups."""
         self._lead = 0
         """The most that any survivor had completed at the last recovery."""
         self._open_report: RecoveryReport | None = None
@@ -236,6 +238,8 @@ class Session:
         while True:
             try:
                 self._run_until(self._next_step)
+                if self._open_report is not None:  # no step is to be run here: all have passed the verification
+                    self._report_recovery()
                 if done and self._lead > self._activity:  # others have left its barrier: it counts
                     break
                 if optional is not None and self._executor_in_use.waived_activity >= self._activity:
@@ -326,8 +330,6 @@ class Session:
             raise EpochChanged("the membership ended between steps")
         while (live := self._state.live) is not None and live < stop:
             self._transact(live)
-        if self._open_report is not None:  # recovered where no step is to be run: all have passed the verification
-            self._report_recovery()
 
     def _report_recovery(self) -> None:
         assert self._open_report is not None
@@ -340,9 +342,10 @@ class Session:
         self._control.progress(state.plan.epoch, step)
         store, pool = state.store, self._pool_in_use
         pool.begin_step(store, step)
-        if not state.captures:  # no older version to fall back to: nobody may begin before all copies are there
+        if not self._copied:  # nothing to fall back to: nobody may begin before all copies are there
             pool.wait()
             self._groups.barrier()
+            self._copied = True
         state.captures[step] = host.capture()
         state.captures.pop(step - 2, None)
         self._phase = StepPhase.COMPUTE
@@ -407,6 +410,7 @@ class Session:
         order = control.wait_recover(announcement.epoch)
         self._finish_open_step(order.settlement)
         report = executor.apply(order, step)
+        self._copied = True  # a recovery ends with that
         report.marks_s["quiesce"] = unwound_s
         self._lead = max(self._lead, executor.lead_activity)
         seated = state.stores[state.plan.epoch][1] is not None

@@ -23,6 +23,7 @@ from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.communicator.membership import GroupMembers
 from megatron_elas.runtime.ports import StateDigest
 from megatron_elas.runtime.session import Dispensable, Session
+from megatron_elas.runtime.snapshots import SnapshotMode
 from megatron_elas.runtime.transport.sockets import SocketTransport
 from megatron_elas.spec.errors import EpochChanged, StateInvalid
 from megatron_elas.spec.events import LossReason, WorkerLost
@@ -30,6 +31,7 @@ from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 from megatron_elas.spec.shards import Piece, ShardLayout
+from megatron_elas.spec.transaction import Update
 
 NUMEL = 60
 PATIENCE_S = 15.0
@@ -68,7 +70,8 @@ class Order:
 class Job:
     """Plays the controller, with the real planner."""
 
-    def __init__(self, folder: Path, *, stages: int, rows: int) -> None:
+    def __init__(self, folder: Path, *, stages: int, rows: int, mode: SnapshotMode = SnapshotMode.REPLAY) -> None:
+        self.mode = mode
         self.spec = JobSpec(
             tensor_parallel=1,
             pipeline_parallel=stages,
@@ -79,6 +82,7 @@ class Job:
         self.plan = initial_plan(self.spec, {})
         self.plans = {0: self.plan}
         self.epoch = 0
+        self.decided: Update | None = None
         self.lost: set[int] = set()
         self.finished: set[int] = set()
         self.ended: StateInvalid | None = None
@@ -124,7 +128,8 @@ class Job:
                 plan = replan(self.spec, self.plans[0], self.lost, self.epoch, {})
                 self.plans[self.epoch] = plan
                 try:
-                    settlement = settle([reports[worker] for worker in self.survivors], self.plans)
+                    settlement = settle([reports[worker] for worker in self.survivors], self.plans, self.decided)
+                    self.decided = settlement.commit
                 except StateInvalid as error:
                     self.ended = error
                     self.changed.notify_all()
@@ -156,6 +161,19 @@ class Job:
 
 
 @dataclass
+class ToyMirror:
+    """Follows a toy's shard."""
+
+    flat: torch.Tensor
+
+    def apply(self, gradients: torch.Tensor, update: Update, settings: object) -> None:
+        assert self.flat[-1] == update.step
+        assert isinstance(settings, int)
+        self.flat[:-1].view(3, -1).add_(gradients)
+        self.flat[-1] += 1
+
+
+@dataclass
 class ToyWorker:
     """One thread: a session, its host and its control line in one object."""
 
@@ -184,7 +202,9 @@ class ToyWorker:
         self.communicator = Communicator(self.transport, world)
         self.world = self.communicator.open_group("0", world)
         self.replicas = self.communicator.open_group("1", self.members(self.job.plan))
-        self.session = Session(self.id, self.job.plan, self.transport, self.communicator, self, self.strike)
+        self.session = Session(
+            self.id, self.job.plan, self.transport, self.communicator, self, self.strike, self.job.mode
+        )
         self.shard = torch.zeros(self.layout(self.job.plan).flat_numel)
         self.parameters = torch.zeros(NUMEL)
         self.step = 0
@@ -221,10 +241,17 @@ class ToyWorker:
         self.strike(step, "forward", None)
         self.sync_parameters()  # late, as with overlapped gathers: until now they were those of the step before
         self.communicator.barrier()  # stands for the pipeline and the reduction
-        self.session.mark_dirty()
-        self.shard[:-1] += step + 1
-        self.shard[-1] = step + 1
+        self.gradient = torch.full((len(self.shard) // 3,), step + 1.0)
+        self.strike(step, "reduce", None)
+        self.session.exchange_gradients()
+        self.strike(step, "norm", None)
+        norms = self.communicator.all_gather_rows((self.id, step))
+        assert {row[1] for row in norms} == {step}, f"workers are in steps {norms}"
         self.strike(step, "optimizer", None)
+        self.session.prepare(Update(step=step, norm=float(step)))
+        self.apply_update(self.gradient, Update(step=step, norm=float(step)))
+        self.session.applied()
+        self.strike(step, "gather", None)
         self.communicator.barrier()  # stands for what ends Megatron's step
         self.step = step + 1
         self.strike(step, "stepped", None)
@@ -291,6 +318,26 @@ class ToyWorker:
     def write_shard(self, flat: torch.Tensor) -> None:
         self.strike(self.session.plan.epoch, "write", None)
         self.shard.copy_(flat)
+
+    def read_gradients(self, flat: torch.Tensor) -> None:
+        flat.copy_(self.gradient)
+
+    def apply_update(self, gradients: torch.Tensor, update: Update) -> None:
+        assert update.norm == update.step and self.shard[-1] == update.step
+        self.shard[:-1].view(3, -1).add_(gradients)
+        self.shard[-1] += 1
+
+    def conclude_step(self, step: int, captured: object, update: Update) -> int:
+        assert captured == step == update.step
+        self.step = step + 1
+        return step
+
+    def update_settings(self) -> object:
+        return self.id
+
+    def make_mirror(self, layout: ShardLayout, flat: torch.Tensor) -> ToyMirror:
+        assert len(flat) == layout.flat_numel
+        return ToyMirror(flat)
 
     def plan_groups(self, plan: ElasticPlan) -> dict[str, GroupMembers]:
         return {
@@ -396,9 +443,9 @@ class _Root:
 
 
 @contextmanager
-def job_of(folder: Path, *, stages: int = 1, rows: int = 3) -> Iterator[Job]:
+def job_of(folder: Path, *, stages: int = 1, rows: int = 3, mode: SnapshotMode = SnapshotMode.REPLAY) -> Iterator[Job]:
     """A job whose links are closed at the end."""
-    job = Job(folder, stages=stages, rows=rows)
+    job = Job(folder, stages=stages, rows=rows, mode=mode)
     try:
         yield job
     finally:

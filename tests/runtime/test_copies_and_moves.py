@@ -70,7 +70,8 @@ LAYOUTS = [layout(("p0", 0, 10)), layout(("p0", 10, 15), ("p1", 0, 5)), layout((
 def stores() -> list[ShardStore]:
     """A ring: worker ``w`` is backed up by ``w + 1``."""
     return [
-        ShardStore(layout=LAYOUTS[w], backup=(w + 1) % 3, wards={(w - 1) % 3: LAYOUTS[(w - 1) % 3]}) for w in range(3)
+        ShardStore(layout=LAYOUTS[w], backups=[(w + 1) % 3], wards={(w - 1) % 3: LAYOUTS[(w - 1) % 3]})
+        for w in range(3)
     ]
 
 
@@ -159,7 +160,7 @@ def test_after_a_loss_only_copies_that_are_missing_are_sent(transports: list[Soc
 
 
 def test_a_copy_that_is_there_stays_held_when_asking_for_it_is_cut_short(transports: list[SocketTransport]) -> None:
-    store = ShardStore(layout=LAYOUTS[0], backup=1, wards={2: LAYOUTS[2]})
+    store = ShardStore(layout=LAYOUTS[0], backups=[1], wards={2: LAYOUTS[2]})
     replicator = Replicator(transports[0])
     for versions in (store.own, store.wards[2]):
         versions.begin(4)

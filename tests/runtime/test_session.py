@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_elas.runtime.replicator import Replicator
+from megatron_elas.runtime.snapshots import SnapshotMode
 from megatron_elas.spec.errors import EpochChanged, StateInvalid
+from megatron_elas.spec.transaction import StepPhase, Update
 from tests.runtime.jobs import PATIENCE_S, Job, ToyWorker, check_end, job_of, value_of
 from tests.runtime.workers import wait_until
 
@@ -47,6 +50,26 @@ def cut_in_barrier(worker: ToyWorker, calls: int) -> None:
     worker.communicator.barrier = barrier  # type: ignore[method-assign]
 
 
+def cut_in_norm(worker: ToyWorker, step: int) -> None:
+    """Let the worker's norm of this step be known to all others and be cut short here, once the epoch ends."""
+    real = worker.communicator.all_gather_rows
+
+    def all_gather_rows(row):
+        rows = real(row)
+        if worker.session._running == step and worker.session._phase is StepPhase.REDUCE:
+            wait_for_the_end(worker)
+            raise EpochChanged("cut short in the norm that others know")
+        return rows
+
+    worker.communicator.all_gather_rows = all_gather_rows  # type: ignore[method-assign]
+
+
+def lose_before_the_order(job: Job, worker: int) -> None:
+    """Lose the worker once the epoch is settled, before those who wait for the order have looked at it."""
+    job.wait(lambda: job.orders.get(1), "the order of epoch 1")
+    job.workers[worker].fall_silent()
+
+
 def vanish_after(event: threading.Event, worker: ToyWorker) -> Callable[[], None]:
     """A hook in which the worker is lost, but not before the event."""
 
@@ -70,13 +93,16 @@ def wait_for_the_end(worker: ToyWorker) -> None:
     worker.job.wait(lambda: worker.transport.cancelled, "that the epoch has ended")
 
 
-FIRST_COMMIT = 4
-"""Barriers of a worker: one after the first copies, then in every step two of the toy's own and the commit."""
+FIRST_END = 3
+"""Barriers of a worker: one after the first copies, then in every step two of the toy's own."""
 
 
-def commit_of(step: int) -> int:
-    """Number of the barrier that commits this step, without evaluations before it; logging has none."""
-    return FIRST_COMMIT + 3 * step
+def end_of(step: int) -> int:
+    """Number of the barrier that ends this step, without evaluations before it; logging has none."""
+    return FIRST_END + 2 * step
+
+
+both_modes = pytest.mark.parametrize("mode", list(SnapshotMode))
 
 
 def test_an_undisturbed_job_runs_every_step_once(tmp_path: Path) -> None:
@@ -87,19 +113,103 @@ def test_an_undisturbed_job_runs_every_step_once(tmp_path: Path) -> None:
         assert all(worker.steps_run == list(range(STEPS)) for worker in job.workers)
 
 
+@both_modes
 @pytest.mark.parametrize("step", [0, 1, 3, STEPS - 1])
-@pytest.mark.parametrize("phase", ["snapshot", "forward", "optimizer", "commit", "between", "log"])
-def test_a_worker_lost_at_any_place_of_a_step_is_made_up_for(phase: str, step: int, tmp_path: Path) -> None:
-    with job_of(tmp_path) as job:
+@pytest.mark.parametrize(
+    "phase", ["forward", "reduce", "snapshot", "norm", "optimizer", "gather", "commit", "between", "log"]
+)
+def test_a_worker_lost_at_any_place_of_a_step_is_made_up_for(
+    phase: str, step: int, mode: SnapshotMode, tmp_path: Path
+) -> None:
+    with job_of(tmp_path, mode=mode) as job:
         job.workers[2].hooks[phase, step] = job.workers[2].vanish
         job.run(steps=STEPS, between=ToyWorker.log)
         assert job.lost == {2}
         check_end(job, STEPS)
         assert all(job.workers[worker].logged == list(range(STEPS)) for worker in job.survivors)
+        if mode is SnapshotMode.REPLAY:
+            resumed = [order.settlement.resume_step for order in job.orders.values()]
+            committed = resumed == [step + 1]
+            assert committed or resumed == [step]
+            if phase != "optimizer":  # in which the lost worker alone may know the norm, or others too
+                assert committed == (phase in ("gather", "commit", "between", "log"))
+            for worker in job.survivors:
+                runs = job.workers[worker].steps_run
+                assert sorted(set(runs)) == list(range(STEPS))
+                again = 0 if committed else (runs.count(step), runs.count(step) - 1)[1]
+                assert len(runs) == STEPS + again, "a step was run again that had been committed"
+
+
+def test_a_step_commits_when_one_survivor_knows_the_norm_and_the_others_do_not(tmp_path: Path) -> None:
+    with job_of(tmp_path, stages=2, rows=2) as job:
+        prepared = threading.Event()
+        for cut in (1, 2):  # of both stages; worker 1 is the backup of 0
+            cut_in_norm(job.workers[cut], 3)
+        job.workers[0].hooks["gather", 3] = lambda: (prepared.set(), wait_for_the_end(job.workers[0]))
+        job.workers[3].hooks["optimizer", 3] = vanish_after(prepared, job.workers[3])
+        job.run(steps=STEPS, between=ToyWorker.log)
+        check_end(job, STEPS)
+        order = job.orders[1].settlement
+        assert order.resume_step == 4 and order.commit == Update(step=3, norm=3.0)
+        phases = {worker: report.phase for worker, report in job.reports[1].items()}
+        assert phases == {0: StepPhase.SYNC, 1: StepPhase.REDUCE, 2: StepPhase.REDUCE}
+        for worker in job.survivors:
+            assert job.workers[worker].steps_run == list(range(STEPS)), "a committed step was run again"
+            assert job.workers[worker].logged == list(range(STEPS))
+
+
+def test_a_step_whose_norm_nobody_knows_is_dropped(tmp_path: Path) -> None:
+    with job_of(tmp_path, stages=2, rows=2) as job:
+        job.workers[3].hooks["norm", 3] = job.workers[3].vanish
+        job.run(steps=STEPS)
+        check_end(job, STEPS)
+        settlement = job.orders[1].settlement
+        assert settlement.resume_step == 3 and (settlement.commit is None or settlement.commit.step == 2)
+        assert {report.phase for report in job.reports[1].values()} <= {StepPhase.COMPUTE, StepPhase.REDUCE}
+        assert all(job.workers[worker].steps_run == [0, 1, 2, 3, 3, 4, 5] for worker in job.survivors)
+
+
+def test_a_decision_to_commit_is_kept_when_the_only_one_who_knew_the_norm_is_lost_next(tmp_path: Path) -> None:
+    with job_of(tmp_path, rows=4) as job:
+        prepared = threading.Event()
+        for cut in (1, 3):
+            cut_in_norm(job.workers[cut], 3)
+        job.workers[0].hooks["gather", 3] = lambda: (prepared.set(), wait_for_the_end(job.workers[0]))
+        job.workers[2].hooks["optimizer", 3] = vanish_after(prepared, job.workers[2])
+        # Worker 0 is lost when the decision is made and nobody has heard of it.
+        job.workers[1].hooks["settled", 1] = lambda: lose_before_the_order(job, 0)
+        job.run(steps=STEPS)
+        check_end(job, STEPS)
+        assert job.lost == {0, 2}
+        assert job.orders[2].settlement.commit == Update(step=3, norm=3.0)
+        assert all(job.workers[worker].steps_run == list(range(STEPS)) for worker in job.survivors)
+
+
+def test_a_backup_that_is_lost_with_the_step_open_leaves_the_owner_to_seed_another(tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        backup = job.plan.backup_of(0)
+        assert backup is not None
+        job.workers[backup].hooks["gather", 2] = job.workers[backup].vanish
+        owner = 0
+        job.workers[owner].hooks["forward", 4] = job.workers[owner].vanish
+        job.run(steps=STEPS)
+        assert job.lost == {owner, backup}
+        check_end(job, STEPS)
+
+
+def test_replayed_copies_are_those_of_the_owners(tmp_path: Path) -> None:
+    with job_of(tmp_path, stages=2, rows=2) as job:
+        job.run(steps=STEPS)
+        for worker in job.workers:
+            state = worker.session._state
+            assert state is not None and state.store.own.held == (), "an owner keeps a copy of its own shard"
+            for ward, copies in state.store.wards.items():
+                assert copies.held == (STEPS,)
+                assert torch.equal(copies.get(STEPS), job.workers[ward].shard)
 
 
 def test_an_update_that_was_cut_off_half_way_is_undone(tmp_path: Path) -> None:
-    with job_of(tmp_path, stages=2, rows=2) as job:
+    with job_of(tmp_path, stages=2, rows=2, mode=SnapshotMode.COPY) as job:
         # Worker 0, of the stage that loses nobody, has changed its shard and not yet ended the step.
         changed = threading.Event()
 
@@ -118,12 +228,12 @@ def test_an_update_that_was_cut_off_half_way_is_undone(tmp_path: Path) -> None:
 def test_nobody_gives_up_an_older_version_before_the_newer_copies_of_all_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with job_of(tmp_path) as job:
+    with job_of(tmp_path, mode=SnapshotMode.COPY) as job:
         victim, ahead = job.workers[2], threading.Event()
         real = Replicator._exchange
 
         def exchange(replicator: Replicator, store, version: int, renew: bool) -> None:
-            if replicator is victim.session._replicator and version == 3:
+            if replicator is getattr(victim.session._pool, "_replicator", None) and version == 3:
                 job.wait(lambda: job.lost, "that the worker is lost")  # so its copies of version 3 never leave
             real(replicator, store, version, renew)
 
@@ -133,19 +243,19 @@ def test_nobody_gives_up_an_older_version_before_the_newer_copies_of_all_are_the
 
         monkeypatch.setattr(Replicator, "_exchange", exchange)
         job.workers[1].hooks["snapshot", 4] = ahead.set  # by then it has written over its version 2
-        victim.hooks["stepped", 3] = vanish
+        victim.hooks["snapshot", 3] = vanish
         job.run(steps=STEPS)
         check_end(job, STEPS)
         assert [order.settlement.resume_step for order in job.orders.values()] == [2]
 
 
 def test_copies_that_had_not_arrived_take_all_one_step_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with job_of(tmp_path) as job:
+    with job_of(tmp_path, mode=SnapshotMode.COPY) as job:
         victim, held = job.workers[2], threading.Event()
         real = Replicator._exchange
 
         def exchange(replicator: Replicator, store, version: int, renew: bool) -> None:
-            if replicator is victim.session._replicator and version == 3:
+            if replicator is getattr(victim.session._pool, "_replicator", None) and version == 3:
                 held.wait(PATIENCE_S)  # its copies of version 3 leave only after its end: never
             real(replicator, store, version, renew)
 
@@ -169,11 +279,11 @@ def test_nobody_begins_the_first_step_before_all_first_copies_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with job_of(tmp_path) as job:
-        slow, began = job.workers[0].session._replicator, threading.Event()
+        slow, began = job.workers[0], threading.Event()
         real = Replicator._exchange
 
         def exchange(replicator: Replicator, store, version: int, renew: bool) -> None:
-            if replicator is slow and version == 0:
+            if replicator is getattr(slow.session._pool, "_replicator", None) and version == 0:
                 assert not began.wait(0.3), "a forward pass began while a copy was still missing"
             real(replicator, store, version, renew)
 
@@ -186,7 +296,7 @@ def test_nobody_begins_the_first_step_before_all_first_copies_are_there(
 def test_a_worker_that_others_have_left_behind_logs_alone_while_they_are_in_the_next_step(tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
         # Worker 0 is in the log of step 2 when the epoch ends, worker 1 in the commit before. Then both run step 3.
-        cut_in_barrier(job.workers[1], commit_of(2))
+        cut_in_barrier(job.workers[1], end_of(2))
         ahead = threading.Event()
         job.workers[0].hooks["log", 2] = ahead.set
         job.workers[2].hooks["log", 2] = vanish_after(ahead, job.workers[2])
@@ -202,7 +312,7 @@ def test_a_worker_cut_off_in_a_barrier_that_others_have_left_joins_them_again(
     evaluated: bool, step: int, tmp_path: Path
 ) -> None:
     with job_of(tmp_path) as job:
-        cut_in_barrier(job.workers[1], commit_of(step))
+        cut_in_barrier(job.workers[1], end_of(step))
         job.workers[2].hooks["between", step] = job.workers[2].vanish
         job.run(steps=STEPS, between=evaluate_after(step) if evaluated else None)
         check_end(job, STEPS)
@@ -211,7 +321,7 @@ def test_a_worker_cut_off_in_a_barrier_that_others_have_left_joins_them_again(
 
 def test_a_worker_cut_off_in_the_last_barrier_of_training_joins_the_end(tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
-        cut_in_barrier(job.workers[1], commit_of(STEPS - 1))
+        cut_in_barrier(job.workers[1], end_of(STEPS - 1))
         job.workers[2].hooks["between", STEPS - 1] = job.workers[2].vanish
         job.run(steps=STEPS)
         check_end(job, STEPS)
@@ -220,9 +330,9 @@ def test_a_worker_cut_off_in_the_last_barrier_of_training_joins_the_end(tmp_path
 def test_an_evaluation_that_others_have_left_counts_for_the_one_cut_off_in_its_barrier(tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
         # After the commit of step 2 come the evaluation's own barrier and the one that ends it.
-        cut_in_barrier(job.workers[1], commit_of(2) + 2)
+        cut_in_barrier(job.workers[1], end_of(2) + 2)
         ahead = threading.Event()
-        job.workers[0].hooks["snapshot", 3] = ahead.set
+        job.workers[0].hooks["forward", 3] = ahead.set
         job.workers[2].hooks["forward", 3] = vanish_after(ahead, job.workers[2])
         job.run(steps=STEPS, between=evaluate_after(2))
         check_end(job, STEPS)

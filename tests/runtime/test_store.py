@@ -39,7 +39,7 @@ def test_buffers_are_allocated_once() -> None:
 
 
 def test_steps_that_will_be_run_again_are_forgotten_everywhere() -> None:
-    store = ShardStore(layout=LAYOUT, backup=1, wards={1: LAYOUT})
+    store = ShardStore(layout=LAYOUT, backups=[1], wards={1: LAYOUT})
     for versions in (store.own, store.wards[1]):
         filled(versions, 7)
         filled(versions, 8)
@@ -50,4 +50,4 @@ def test_steps_that_will_be_run_again_are_forgotten_everywhere() -> None:
 
 def test_a_layout_says_where_pieces_lie_and_how_much_memory_two_versions_take() -> None:
     assert (LAYOUT.numel, LAYOUT.flat_numel, LAYOUT.offsets()) == (7, 22, (0, 3))
-    assert ShardStore(layout=LAYOUT, backup=None, wards={}).num_bytes == 2 * 22 * 4
+    assert ShardStore(layout=LAYOUT, backups=[], wards={}).num_bytes == 2 * 22 * 4
