@@ -251,13 +251,15 @@ class JobSheet:
 
 def _find_end(plan: ElasticPlan, lost: set[int]) -> str | None:
     """Why the job would not outlive this loss."""
-    for number, cells in enumerate(plan.placement.without(lost).stages):
-        if not cells:
-            return f"stage {number} has no other cell (exit code {ExitCode.GAVE_UP:d})"
-    for owner, backup in plan.backups:
-        if owner in lost and backup in lost:
-            both = f"worker {owner} and its backup, worker {backup}, are lost together"
-            return f"{both} (exit code {ExitCode.STATE_INVALID:d})"
+    left, lanes = len(set(plan.placement.workers) - lost), plan.placement.tensor_parallel
+    if left < lanes:
+        return f"the workers left are {left}, and a cell takes {lanes} (exit code {ExitCode.GAVE_UP:d})"
+    for owner in sorted(lost):
+        backups = plan.backups_of(owner)
+        if lost.issuperset(backups):
+            where = f"worker {owner} and all that keep its copy, {_ranges(backups)}, are lost together"
+            nowhere = f"nobody keeps a copy of worker {owner}"
+            return f"{where if backups else nowhere} (exit code {ExitCode.STATE_INVALID:d})"
     return None
 
 

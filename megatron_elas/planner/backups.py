@@ -2,34 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_elas.spec.layout import Placement
 
 
-def place_backups(placement: Placement, domains: Mapping[int, str]) -> tuple[tuple[int, int], ...]:
-    """Give every seated worker a backup, in another failure domain where there is one.
+def place_backups(placement: Placement, domains: Mapping[int, str], replicas: int = 1) -> tuple[tuple[int, int], ...]:
+    """Give every seated worker backups: in other failure domains where there are such, and all of them different.
 
-    The backup of a worker is the next one on the ring of its replicas (same stage and lane) that
-    lives in another failure domain; failing that, the next on the ring. A worker without replicas
-    has none: with its cell the stage's layers are gone, so a copy of its optimizer would not help.
+    Owners choose one after the other, by stage, lane and cell, in as many rounds as there are replicas. Candidates
+    for an owner are, in this order,
 
-    Example: stages [0 1 4] [2], domains a a b | a: 0->4, 1->4, 4->0, and 2 has none.
+    1. its replicas (same stage and lane) in other domains, from the next one on the ring of replicas,
+    2. workers of other stages in other domains, from the next one on the ring of all seated workers,
+    3. other lanes of its own stage in other domains, on the same ring,
+    4. to 6. the same in its own domain.
+
+    In round ``r`` (from 0), of the first of these classes with anybody in it, the first one is taken who has at most
+    ``r`` wards; if there is none, the first of those with the fewest. From the second round on, domains that the
+    owner has a backup in already count as its own, and the ring of all workers begins behind the last backup. So
+    copies are spread evenly, a lost cell's state is mostly with the cells that take its place, and the state of a
+    whole stage is found elsewhere if it has one cell, or if all its cells are in one domain.
+
+    Example: ``stage 0: [0] [1] [4] | stage 1: [2]``, domains 0 a, 1 a, 4 b, 2 b. First round: 0 -> 4, its only replica
+    in another domain, and so 1 -> 4; 4 -> 0, next on its ring; 2 -> 1, because 0, next on the ring of all, has a ward
+    and 1 has none. Second round: the two domains count as own for everybody, so replicas come first again, 0 -> 1 and
+    1 -> 0, 4 -> 1; and 2 -> 4, which comes behind 1 and has no more wards than 0.
+
+    Args:
+        placement: The seats.
+        domains: Failure domain of each worker.
+        replicas: Backups of every worker; fewer where there are not as many other workers.
 
     Returns:
-        Pairs (owner, backup) by ascending owner.
+        Pairs (owner, backup) by ascending owner, nearest backup first.
     """
-    pairs = []
-    for stage in range(placement.num_stages):
-        for lane in range(placement.tensor_parallel):
-            ring = placement.replicas(stage, lane)
-            for i, owner in enumerate(ring):
-                others = ring[i + 1 :] + ring[:i]
-                if others:
-                    pairs.append((owner, _in_other_domain(owner, others, domains)))
-    return tuple(sorted(pairs))
+    return _Placing(placement, domains).place(replicas)
 
 
-def _in_other_domain(owner: int, others: Sequence[int], domains: Mapping[int, str]) -> int:
-    mine = domains.get(owner)
-    return next((w for w in others if domains.get(w) != mine), others[0])
+class _Placing:
+    """Backups chosen so far."""
+
+    def __init__(self, placement: Placement, domains: Mapping[int, str]) -> None:
+        self.placement, self.domains = placement, domains
+        self.everybody = [worker for cells in placement.stages for cell in cells for worker in cell.workers]
+        self.position = {worker: at for at, worker in enumerate(self.everybody)}
+        self.stage_of = {
+            worker: stage for stage, cells in enumerate(placement.stages) for cell in cells for worker in cell.workers
+        }
+        self.wards = dict.fromkeys(self.everybody, 0)
+        self.chosen: dict[int, list[int]] = {worker: [] for worker in self.everybody}
+
+    def place(self, replicas: int) -> tuple[tuple[int, int], ...]:
+        """See place_backups."""
+        for most in range(replicas):
+            for stage in range(self.placement.num_stages):
+                for lane in range(self.placement.tensor_parallel):
+                    ring = self.placement.replicas(stage, lane)
+                    for at, owner in enumerate(ring):
+                        self._choose(owner, ring, at, most)
+        return tuple((owner, backup) for owner in sorted(self.chosen) for backup in self.chosen[owner])
+
+    def _choose(self, owner: int, ring: Sequence[int], at: int, most: int) -> None:
+        for candidates in self._classes(owner, ring, at):
+            fewest = None
+            for worker in candidates:
+                if fewest is None or self.wards[worker] < self.wards[fewest]:
+                    fewest = worker
+                if self.wards[fewest] <= most:
+                    break
+            if fewest is not None:
+                self.chosen[owner].append(fewest)
+                self.wards[fewest] += 1
+                return
+
+    def _classes(self, owner: int, ring: Sequence[int], at: int) -> Iterator[Iterator[int]]:
+        """Candidates, best class first, the nearest first in each."""
+        taken = self.chosen[owner]
+        used = {self.domains.get(worker) for worker in (owner, *taken)}
+        start = self.position[taken[-1] if taken else owner]
+
+        def kept(workers: Iterator[int], far: bool) -> Iterator[int]:
+            return (w for w in workers if (self.domains.get(w) not in used) == far and w not in (owner, *taken))
+
+        def of_stage(own: bool) -> Iterator[int]:
+            stage = self.stage_of[owner]
+            return (w for w in _after(self.everybody, start) if (self.stage_of[w] == stage) == own)
+
+        for far in (True, False):
+            yield kept(_after(ring, at), far)
+            yield kept(of_stage(own=False), far)
+            yield kept((w for w in of_stage(own=True) if w not in ring), far)
+
+
+def _after(ring: Sequence[int], at: int) -> Iterator[int]:
+    """The others, from the next one on."""
+    for step in range(1, len(ring)):
+        yield ring[(at + step) % len(ring)]

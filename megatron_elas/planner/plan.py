@@ -1,4 +1,4 @@
-"""From survivors to a plan: whole micro-batches rerouted, backups placed anew.
+"""From survivors to a plan: whole micro-batches rerouted, stages regrouped where one is lost, backups placed anew.
 
 Pure: the same inputs give the same plan on any machine.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from megatron_elas.planner.backups import place_backups
+from megatron_elas.planner.regroup import regroup, seat_spares
 from megatron_elas.spec.errors import NoFeasiblePlan
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Placement
@@ -29,20 +30,24 @@ def replan(
 ) -> ElasticPlan:
     """The plan without ``lost``: their cells dissolve, other cells of the stage take the micro-batches over.
 
-    Layers stay where they are, so a stage must keep at least one cell.
+    Layers and cells stay where they are as long as every stage has a cell; spares make a cell where it relieves the
+    busiest stage. When a stage has none left, cells and layers are shared out anew, also to fewer stages.
 
     Raises:
-        NoFeasiblePlan: A stage lost all its cells.
+        NoFeasiblePlan: Fewer workers are left than a cell takes.
     """
-    placement = old.placement.without(lost)
-    for stage, cells in enumerate(placement.stages):
-        if not cells:
-            raise NoFeasiblePlan(
-                f"epoch {epoch}: stage {stage} lost all its cells (workers lost: {sorted(lost)}; before: "
-                f"{old.placement.describe()}). Its layers have no live holder: restart from the newest checkpoint "
-                f"with --load, or run with more data-parallel rows"
-            )
-    return _plan(job, placement, old.layers, epoch, domains)
+    survivors = old.placement.without(lost)
+    left = [*survivors.workers, *survivors.spares]
+    if len(left) < job.tensor_parallel:
+        raise NoFeasiblePlan(
+            f"epoch {epoch}: {len(left)} workers are left and a cell takes {job.tensor_parallel} (workers lost: "
+            f"{sorted(lost)}; before: {old.placement.describe()}): restart on more machines from the newest "
+            f"checkpoint with --load"
+        )
+    if all(survivors.stages):
+        return _plan(job, seat_spares(job, survivors, old.layers, old.placement), old.layers, epoch, domains)
+    placement, layers = regroup(job, survivors, old.layers, old.placement)
+    return _plan(job, placement, layers, epoch, domains)
 
 
 def _plan(
@@ -53,7 +58,7 @@ def _plan(
         placement=placement,
         layers=layers,
         items=tuple(share_items(job.num_microbatches, len(stage)) for stage in placement.stages),
-        backups=place_backups(placement, domains),
+        backups=place_backups(placement, domains, job.snapshot_replicas),
     )
 
 

@@ -15,7 +15,7 @@ class ExitCode(enum.IntEnum):
     BAD_USAGE = 2
     """A flag, file or value is wrong; nothing was started or lost."""
     GAVE_UP = 3
-    """No feasible plan for the survivors, for example a stage lost all its cells."""
+    """No feasible plan for the survivors, when fewer are left than a cell takes."""
     STATE_INVALID = 4
     """The state could not be proven whole after a change; training did not go on."""
     NOT_STARTED = 5

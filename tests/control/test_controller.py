@@ -490,11 +490,17 @@ def test_a_long_error_is_shortened(running: Director) -> None:
     assert len(running.state.roster.lost[3].detail) < 400
 
 
-def test_losing_a_whole_stage_gives_up(running: Director) -> None:
-    running.send(exited(2, -9))
-    running.send(exited(3, -9))
-    assert stop_code(running) == ExitCode.GAVE_UP
-    assert "worker 2" in running.state.sentence and "stage 1" in running.state.sentence
+def test_fewer_workers_than_a_cell_takes_give_up() -> None:
+    director = Director(make_job(pipeline=2, data=1, tensor=2)).start()
+    for worker in (1, 2, 3):
+        director.send(exited(worker, -9))
+    assert stop_code(director) == ExitCode.GAVE_UP
+    assert "1 workers are left and a cell takes 2" in director.state.sentence
+
+
+def test_losing_a_whole_stage_is_settled_like_any_other_loss(running: Director) -> None:
+    running.send(exited(2, -9), exited(3, -9))
+    assert isinstance(running.state, Settling) and running.state.roster.survivors == (0, 1)
 
 
 def test_losing_everybody_gives_up(running: Director) -> None:

@@ -72,10 +72,10 @@ def test_a_spare_that_is_behind_is_in_nobodys_way() -> None:
     job = JobSpec(tensor_parallel=2, pipeline_parallel=1, data_parallel=3, micro_batch_size=1, num_microbatches=6)
     first = initial_plan(job, {})
     second = replan(job, first, [0], 1, {})
-    third = replan(job, second, [2], 2, {})
-    assert third.placement.describe() == "stage 0: [4,5] | spare: 1,3"
+    third = replan(job, second, [2, 3], 2, {})
+    assert third.placement.describe() == "stage 0: [4,5] | spare: 1"
     fresh = Holding(epoch=2, live=9, kept=(8, 9), wards={})
-    reports = [SettleReport(worker=worker, epoch=3, step=9, activity=9, holdings=(fresh,)) for worker in (3, 4, 5)]
+    reports = [SettleReport(worker=worker, epoch=3, step=9, activity=9, holdings=(fresh,)) for worker in (4, 5)]
     late = Holding(epoch=1, live=None, kept=(), wards={})
     reports.append(SettleReport(worker=1, epoch=3, step=3, activity=3, holdings=(late,)))
     settlement = settle(reports, {1: second, 2: third})
