@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,9 +26,9 @@ from megatron_elas.runtime.communicator.membership import DEFAULT_GROUP, GroupMe
 from megatron_elas.runtime.ports import StateDigest
 from megatron_elas.runtime.session import Session
 from megatron_elas.runtime.transport.sockets import SocketTransport
+from megatron_elas.spec.catalogue import Catalogue, Parameter, StageContents
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan
-from megatron_elas.spec.shards import Piece, ShardLayout
 
 LIMIT_S = 600.0
 
@@ -44,9 +43,9 @@ def preload() -> None:
 class Replica:
     """Implements ``runtime.ports.Host``."""
 
-    def __init__(self, worker: int, workers: int) -> None:
+    def __init__(self, worker: int, plan: ElasticPlan) -> None:
         self._worker = worker
-        self._members: Sequence[int] = range(workers)
+        self._plan = plan
         self._step = 0
         self.network = Network()
         state = self.network.optimizer.state[self.network.weights]
@@ -67,21 +66,25 @@ class Replica:
         return dist.get_world_size()
 
     def _slice(self) -> slice:
-        (piece,) = self.shard_layouts(self._members)[self._worker].pieces
-        return slice(piece.start, piece.stop)
+        return self._slice_of(self._worker)
+
+    def _slice_of(self, worker: int) -> slice:
+        pieces = self._catalogue.layout(self._plan, worker).pieces  # none where there is nothing to own but padding
+        return slice(pieces[0].start, pieces[0].stop) if pieces else slice(0, 0)
+
+    @property
+    def _catalogue(self) -> Catalogue:
+        return Catalogue.gathered([self.describe_parameters()])
 
     # ------------------------------------------------------------ runtime.ports.Host
 
-    def shard_layouts(self, members: Sequence[int]) -> dict[int, ShardLayout]:
-        """See Host."""
-        numel = self.network.weights.numel()
-        share = -(-numel // len(members))
-        return {
-            worker: ShardLayout(
-                pieces=(Piece(name="weights", start=min(at * share, numel), stop=min((at + 1) * share, numel)),)
-            )
-            for at, worker in enumerate(members)
-        }
+    def describe_parameters(self) -> StageContents:
+        """See Host: the weights are a layer between ends that have nothing."""
+        weights = Parameter(name="weights", count=self.network.weights.numel())
+        return StageContents(stage=0, units={0: (), 1: (weights,), 2: ()})
+
+    def take_catalogue(self, catalogue: Catalogue) -> None:
+        """See Host. There is one stage only."""
 
     def read_shard(self, flat: torch.Tensor) -> None:
         """See Host."""
@@ -99,7 +102,7 @@ class Replica:
 
     def follow_groups(self, plan: ElasticPlan) -> None:
         """See Host."""
-        self._members = plan.placement.workers
+        self._plan = plan
 
     def rebuild(self, plan: ElasticPlan) -> None:
         """See Host. Everything has its place already."""
@@ -112,17 +115,16 @@ class Replica:
 
     def sync_parameters(self) -> None:
         """See Host: weights and moments, all slots in one gather."""
-        pieces = [self.shard_layouts(self._members)[worker].pieces[0] for worker in self._members]
-        share = pieces[0].numel
-        mine = torch.zeros(len(self._slots), share)
+        slices = [self._slice_of(worker) for worker in self._plan.placement.workers]
         own = self._slice()
+        mine = torch.zeros(len(self._slots), slices[0].stop)
         for at, slot in enumerate(self._slots):
             mine[at, : own.stop - own.start] = slot[own]
-        gathered = torch.empty(len(pieces), *mine.shape)
+        gathered = torch.empty(len(slices), *mine.shape)
         dist.all_gather_into_tensor(gathered, mine)
-        for piece, slots in zip(pieces, gathered, strict=True):
+        for part, slots in zip(slices, gathered, strict=True):
             for slot, values in zip(self._slots, slots, strict=True):
-                slot[piece.start : piece.stop] = values[: piece.numel]
+                slot[part] = values[: part.stop - part.start]
 
     def capture(self) -> object:
         """See Host."""
@@ -135,9 +137,10 @@ class Replica:
 
     def digest(self) -> StateDigest:
         """See Host."""
+        own = self._slice()
         return StateDigest(
             parameter_hash=int(self._slots[0].view(torch.int32).long().sum()),
-            owned_numel=self.shard_layouts(self._members)[self._worker].numel,
+            owned_numel=own.stop - own.start,
             total_numel=self.network.weights.numel(),
             consumed_samples=self._step,
         )
@@ -166,7 +169,7 @@ def main(folder: Path, step_s: float) -> None:
     dist.init_process_group("elastic", store=dist.HashStore(), rank=worker, world_size=workers)
     port = LinkPort(worker, link, LIMIT_S)
     session = Session(worker, start.plan, transport, communicator, port, lambda *place: None)
-    replica = Replica(worker, workers)
+    replica = Replica(worker, start.plan)
     session.attach(replica, 0)
     diary = Diary(folder, worker)
     diary.started()

@@ -11,34 +11,10 @@ from typing import Any
 
 import torch
 
-from megatron_elas.host.model import buffers_of, named_parameters
-from megatron_elas.spec.buckets import owned_range
+from megatron_elas.host.model import named_parameters
 from megatron_elas.spec.shards import SLOTS, Piece, ShardLayout
 
 MOMENTS = SLOTS[1:]
-
-
-def shard_layouts(model: Sequence[Any], members: Sequence[int]) -> dict[int, ShardLayout]:
-    """Who owns what if ``members``, in this order, share every bucket evenly.
-
-    Follows DistributedOptimizer: a bucket is cut into as many equal ranges as there are members; a member
-    owns the part of each parameter that lies in its range.
-    """
-    name_of = {param: name for name, param in named_parameters(model)}
-    pieces: dict[int, list[Piece]] = {worker: [] for worker in members}
-    for buffer in buffers_of(model):
-        by_bucket: dict[int, list[tuple[int, int, str]]] = {}
-        for param, (start, end, bucket_id) in buffer.param_index_map.items():
-            by_bucket.setdefault(bucket_id, []).append((start, end, name_of[param]))
-        for bucket in buffer.buckets:
-            ranges = sorted(by_bucket[bucket.bucket_id])
-            for index, worker in enumerate(members):
-                low, high = (bucket.offset + edge for edge in owned_range(index, len(members), bucket.numel_unpadded))
-                for start, end, name in ranges:
-                    first, last = max(start, low), min(end, high)
-                    if first < last:
-                        pieces[worker].append(Piece(name=name, start=first - start, stop=last - start))
-    return {worker: ShardLayout(pieces=tuple(owned)) for worker, owned in pieces.items()}
 
 
 class ShardAccess:
@@ -140,7 +116,7 @@ def _make_state(inner: Any, main: torch.Tensor, step: float) -> list[torch.Tenso
 
 
 def _find_pieces(model: Sequence[Any], chained: Any) -> Iterator[tuple[Piece, Any, torch.Tensor, torch.nn.Parameter]]:
-    """(piece, inner optimizer, fp32 master of the piece, parameter), in the order of ``shard_layouts``."""
+    """(piece, inner optimizer, fp32 master of the piece, parameter), in the order of ``Catalogue.layout``."""
     name_of = {param: name for name, param in named_parameters(model)}
     for optimizer in chained.chained_optimizers:
         found = []

@@ -17,13 +17,13 @@ from megatron_elas.host.data import SeekableLoader
 from megatron_elas.host.groups import plan_groups, write_globals
 from megatron_elas.host.log_handover import Log
 from megatron_elas.host.model import clear_communication, fit_buffers, hash_parameters, named_parameters, sum_gradients
-from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess, shard_layouts
+from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess
 from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.host.updates import OptimizerMirror, Settings, finish_update, read_settings, sum_losses
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.communicator.membership import GroupMembers
 from megatron_elas.runtime.ports import StateDigest
-from megatron_elas.spec.catalogue import StageContents
+from megatron_elas.spec.catalogue import Catalogue, StageContents
 from megatron_elas.spec.errors import StateInvalid
 from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.plan import ElasticPlan
@@ -84,8 +84,8 @@ class MegatronHost:
         self._access = ShardAccess(model, optimizer)
         self._losses: dict[str, torch.Tensor] = {}
         """Of the step under way, over all micro-batches; on the last stage."""
-        self._layouts: dict[tuple[int, ...], dict[int, ShardLayout]] = {}
-        """By members, for the recovery under way: it asks several times."""
+        self._groups: dict[str, int] = {}
+        """Index of every parameter's optimizer group, by global name, over the whole model."""
         sum_gradients(model)
 
     def consumed_samples(self, step: int) -> int:
@@ -119,13 +119,6 @@ class MegatronHost:
             )
 
     # ------------------------------------------------------------ runtime.ports.Host
-
-    def shard_layouts(self, members: Sequence[int]) -> dict[int, ShardLayout]:
-        """See Host."""
-        key = tuple(members)
-        if key not in self._layouts:
-            self._layouts[key] = shard_layouts(self._model, key)
-        return self._layouts[key]
 
     def read_shard(self, flat: torch.Tensor) -> None:
         """See Host."""
@@ -167,10 +160,8 @@ class MegatronHost:
     def make_mirror(self, layout: ShardLayout, flat: torch.Tensor) -> OptimizerMirror:
         """See Host."""
         (part,) = self._optimizer.chained_optimizers
-        indices = self._factory.group_indices()
-        groups = {name: indices[param] for name, param in named_parameters(self._model)}
         return OptimizerMirror(
-            layout, flat, groups.__getitem__, type(part.optimizer), self.update_settings(), part.config.clip_grad
+            layout, flat, self._groups.__getitem__, type(part.optimizer), self.update_settings(), part.config.clip_grad
         )
 
     def plan_groups(self, plan: ElasticPlan) -> dict[str, GroupMembers]:
@@ -192,6 +183,22 @@ class MegatronHost:
         stage = self._initial.seat(self._worker).stage
         return describe_parameters(self._model, self._factory.group_indices(), stage, int(get_args().num_layers))
 
+    def take_catalogue(self, catalogue: Catalogue) -> None:
+        """See Host.
+
+        Raises:
+            StateInvalid: The optimizer owns something else than the catalogue says.
+        """
+        plan = self._route.plan
+        expected, owned = catalogue.layout(plan, self._worker), self._access.layout()
+        if expected != owned:
+            raise StateInvalid(
+                f"worker {self._worker} owns {owned.numel} elements of optimizer state in {len(owned.pieces)} pieces, "
+                f"{expected.numel} in {len(expected.pieces)} were expected: moves after a loss would mix them up. Run "
+                f"elas doctor, which compares Megatron with the release that this was written for"
+            )
+        self._groups = {parameter.name: parameter.group for unit in catalogue.units for parameter in unit}
+
     def rebuild(self, plan: ElasticPlan) -> None:
         """See Host."""
         fit_buffers(self._model)
@@ -201,7 +208,6 @@ class MegatronHost:
     def begin_activity(self, activity: int) -> None:
         """See Host."""
         self._log.seal(activity)
-        self._layouts.clear()
         self._outer_timers = _running_timers()
 
     def clear_step(self) -> None:

@@ -48,6 +48,7 @@ def settle(
                 resume_step=version,
                 lead_activity=max(report.activity for report in reports),
                 waived_activity=max(report.waived for report in reports),
+                holders=_find_holders(holdings, plans[epoch], commit, version),
                 commit=commit if commit is not None and version == commit.step + 1 else None,
             )
         reasons.append(f"layout of epoch {epoch}: {reason}")
@@ -85,6 +86,18 @@ def _newest_complete(
     if common:
         return max(common), ""
     return None, ", ".join(f"{name} has versions {sorted(versions)}" for name, versions in held.items())
+
+
+def _find_holders(
+    holdings: Mapping[int, Holding], plan: ElasticPlan, commit: Update | None, version: int
+) -> tuple[tuple[int, int], ...]:
+    """For every lost worker, the nearest of those who have, or can make, the version of its shard."""
+    holders = []
+    for owner in plan.placement.workers:
+        if owner not in holdings:
+            nearest = (worker for worker in plan.backups_of(owner) if worker in holdings)
+            holders.append((owner, next(w for w in nearest if version in _ward_versions(holdings[w], owner, commit))))
+    return tuple(holders)
 
 
 def _versions(holding: Holding, commit: Update | None) -> set[int]:

@@ -8,31 +8,42 @@ recovery starts from there.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megatron_elas.runtime.communicator.membership import Membership
 from megatron_elas.runtime.migration import apply_moves
 from megatron_elas.runtime.ports import Control, FaultPoint, Groups, Host, Order
 from megatron_elas.runtime.snapshots import SnapshotPool
-from megatron_elas.runtime.state import WorkerState
+from megatron_elas.runtime.state import Fit, WorkerState
 from megatron_elas.runtime.store import ShardStore
 from megatron_elas.runtime.transport.base import Transport
+from megatron_elas.spec.catalogue import Catalogue, StageContents
 from megatron_elas.spec.errors import EpochChanged, StateInvalid
-from megatron_elas.spec.moves import plan_moves
-from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.plan import ElasticPlan, Settlement
+from megatron_elas.spec.remap import keeps_shard, plan_remap
 from megatron_elas.spec.report import RecoveryReport
 
 FIELDS = ("stage", "lane", "resume step", "consumed samples", "parameter hash", "owned elements", "total elements")
 
 
-def make_store(host: Host, plan: ElasticPlan, worker: int, versions: int) -> ShardStore:
+def gather_catalogue(host: Host, groups: Groups) -> Catalogue:
+    """What the model consists of, from what each worker's host says of its stage. Called on all workers at launch.
+
+    Raises:
+        StateInvalid: They do not fit together.
+    """
+    texts = groups.all_gather_texts(host.describe_parameters().to_json())
+    catalogue = Catalogue.gathered([StageContents.from_json(text) for text in texts])
+    host.take_catalogue(catalogue)
+    return catalogue
+
+
+def make_store(catalogue: Catalogue, plan: ElasticPlan, worker: int, versions: int) -> ShardStore:
     """Empty copies for a seated worker's own shard and its wards' under the plan."""
-    seat = plan.placement.seat(worker)
-    layouts = host.shard_layouts(plan.placement.replicas(seat.stage, seat.lane))
     return ShardStore(
-        layout=layouts[worker],
+        layout=catalogue.layout(plan, worker),
         backups=plan.backups_of(worker),
-        wards={ward: layouts[ward] for ward in plan.wards_of(worker)},
+        wards={ward: catalogue.layout(plan, ward) for ward in plan.wards_of(worker)},
         versions=versions,
     )
 
@@ -93,7 +104,7 @@ class Executor:
         self.lead_activity = settlement.lead_activity
         self.waived_activity = max(self.waived_activity, settlement.waived_activity)
         # A spare that was behind may not have the layout; it holds nothing of it either.
-        base_plan, base = state.stores.get(settlement.base_epoch, (plan, None))
+        base_plan, base = state.stores.get(settlement.base_epoch, (None, None))
         for epoch in [e for e in state.stores if e != settlement.base_epoch]:
             del state.stores[epoch]
         state.plan = plan
@@ -105,7 +116,7 @@ class Executor:
 
         self._strike(loop_step, "recovery", None)
         self._strike(loop_step, "recovery-restore", None)
-        store, moved_bytes = self._restore(base_plan, base, plan, settlement.resume_step, alive)
+        store, moved_bytes = self._restore(base_plan, base, plan, settlement, alive)
         marks["restore"] = time.time()
         if store is not None:
             self._pool.renew(store, settlement.resume_step)  # on its way while the optimizer is built
@@ -116,6 +127,8 @@ class Executor:
             self._strike(loop_step, "recovery-verify", None)
             self._verify(plan, settlement.resume_step)
             marks["verify"] = time.time()
+        else:
+            state.fitted = None
         state.stores[plan.epoch] = (plan, store)
         state.live = settlement.resume_step if store is not None else None
         return RecoveryReport(
@@ -124,52 +137,74 @@ class Executor:
         )  # fmt: skip
 
     def _restore(
-        self, base_plan: ElasticPlan, base: ShardStore | None, plan: ElasticPlan, version: int, alive: set[int]
+        self,
+        base_plan: ElasticPlan | None,
+        base: ShardStore | None,
+        plan: ElasticPlan,
+        settlement: Settlement,
+        alive: Collection[int],
     ) -> tuple[ShardStore | None, int]:
         """This worker's copies under the new plan, own shard complete; bytes sent to others."""
-        state, host = self._state, self._host
-        if base is None:  # was a spare already, holds nothing
-            return None, 0
-        if version not in base.own.held:
-            assert state.live == version, f"worker {state.worker} reported version {version} but has {state.live}"
-            self._pool.keep_own(base, version)
-        base.forget_after(version)
-        seat = base_plan.placement.seat(state.worker)
-        old_members = base_plan.placement.replicas(seat.stage, seat.lane)
-        new_members = plan.placement.replicas(seat.stage, seat.lane)
-        if old_members == new_members:
-            return base, 0
-        old_layouts = host.shard_layouts(old_members)
-        new_layouts = host.shard_layouts(new_members)
-        holders = {owner: owner if owner in alive else _backup(base_plan, owner) for owner in old_members}
-        moves = plan_moves(old_layouts, new_layouts, holders)
-        sources = {
-            owner: base.copy_of(owner, state.worker).get(version)
-            for owner, holder in holders.items()
-            if holder == state.worker
-        }
-        store = None
+        state, version = self._state, settlement.resume_step
+        if base_plan is None:
+            if plan.placement.find_seat(state.worker) is None:
+                return None, 0
+            raise StateInvalid(
+                f"epoch {plan.epoch}: worker {state.worker} gets a seat and does not know the plan of epoch "
+                f"{settlement.base_epoch}, in whose layout the state is. Restart from the newest checkpoint with --load"
+            )
+        if base is not None:
+            if version not in base.own.held:
+                assert state.live == version, f"worker {state.worker} reported version {version} but has {state.live}"
+                self._pool.keep_own(base, version)
+            base.forget_after(version)
+        owners = base_plan.placement.workers
+        holders = {worker: worker for worker in owners if worker in alive} | dict(settlement.holders)
+        moves = plan_remap(state.catalogue, base_plan, plan, holders)
+        sources = {}
+        if base is not None:
+            held = (owner for owner, holder in holders.items() if holder == state.worker)
+            sources = {owner: base.copy_of(owner, state.worker).get(version) for owner in held}
+        store = self._take_over(base_plan, base, plan)
         target = None
-        if state.worker in new_members:
-            store = make_store(host, plan, state.worker, self._pool.mode.versions)
+        if store is not None and version not in store.own.held:
             target = store.own.begin(version)
-            target[-1] = base.own.get(version)[-1]
+            target[-1] = 0  # stays where there is nothing to own but padding
         moved_bytes = apply_moves(moves, state.worker, sources, target, self._transport)
         if store is not None:
             store.own.complete(version)
         return store, moved_bytes
 
+    def _take_over(self, base_plan: ElasticPlan, base: ShardStore | None, plan: ElasticPlan) -> ShardStore | None:
+        """The store under the new plan, with those copies that are the same as under the old one; the old one itself
+        if all are; None for a spare.
+        """
+        state, catalogue = self._state, self._state.catalogue
+        if plan.placement.find_seat(state.worker) is None:
+            return None
+        store = make_store(catalogue, plan, state.worker, self._pool.mode.versions)
+        if base is None:
+            return store
+        kept = [owner for owner in (state.worker, *store.wards) if keeps_shard(catalogue, base_plan, plan, owner)]
+        if state.worker in kept and kept[1:] == list(base.wards) == list(store.wards) and base.backups == store.backups:
+            return base
+        for owner in kept:
+            if owner == state.worker:
+                store.own = base.own
+            elif owner in base.wards:
+                store.wards[owner] = base.wards[owner]
+        return store
+
     def _rebuild(self, plan: ElasticPlan, store: ShardStore, version: int) -> None:
-        """Make the restored shard the one in use, on buffers and an optimizer that fit the groups."""
+        """Make the restored shard the one in use, on a model and an optimizer that fit the plan."""
         state, host = self._state, self._host
-        seat = plan.placement.seat(state.worker)
-        members = plan.placement.replicas(seat.stage, seat.lane)
+        fit = Fit.of(plan, state.worker)
         stale = state.live != version
         state.live = None
-        if state.fitted != members:
-            state.fitted = ()
+        if state.fitted != fit:
+            state.fitted = None
             host.rebuild(plan)
-            state.fitted = members
+            state.fitted = fit
             stale = True
         if stale:
             host.write_shard(store.own.get(version))
@@ -191,12 +226,6 @@ class Executor:
             digest.total_numel,
         )  # fmt: skip
         check_digests(plan, self._groups.all_gather_rows(row))
-
-
-def _backup(plan: ElasticPlan, owner: int) -> int:
-    backup = plan.backup_of(owner)
-    assert backup is not None, f"worker {owner} is lost and had no backup; the controller should not have settled"
-    return backup
 
 
 def check_digests(plan: ElasticPlan, rows: Sequence[Sequence[int]]) -> None:

@@ -25,8 +25,10 @@ def apply_moves(
 ) -> int:
     """Fill this worker's new shard, and send others what is held here for them. Called by every holder and owner.
 
+    With its first move a target gets the step count too.
+
     Args:
-        moves: All moves of the stage and lane, in the same order on every worker.
+        moves: All moves, in the same order on every worker.
         me: Own worker id.
         sources: Flat old shard of every owner whose copy is held here, by owner.
         target: Own new flat shard, filled in place; None for a worker that gets none.
@@ -40,22 +42,26 @@ def apply_moves(
     """
     sends: list[Part] = []
     receives: list[Part] = []
+    begun: set[int] = set()
     for move in moves:
+        is_first = move.target not in begun
+        begun.add(move.target)
+        read = _cut(sources[move.owner], move.old_offset, move.numel, is_first) if move.source == me else []
+        written: list[torch.Tensor] = []
+        if move.target == me:
+            assert target is not None
+            written = _cut(target, move.new_offset, move.numel, is_first)
         if move.source == me and move.target == me:
-            assert target is not None
-            for old, new in zip(_slots(sources[move.owner]), _slots(target), strict=True):
-                new[move.new_offset :][: move.numel].copy_(old[move.old_offset :][: move.numel])
-        elif move.source == me:
-            for old in _slots(sources[move.owner]):
-                sends.append(Part(move.target, as_bytes(old[move.old_offset :][: move.numel])))
-        elif move.target == me:
-            assert target is not None
-            for new in _slots(target):
-                receives.append(Part(move.source, as_bytes(new[move.new_offset :][: move.numel])))
+            for old, new in zip(read, written, strict=True):
+                new.copy_(old)
+        else:
+            sends += [Part(move.target, as_bytes(old)) for old in read]
+            receives += [Part(move.source, as_bytes(new)) for new in written]
     transport.exchange(MIGRATION, 0, sends, receives)
     return sum(part.buffer.nbytes for part in sends)
 
 
-def _slots(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views of the slots of a flat shard, without the step at its end."""
-    return flat[:-1].view(len(SLOTS), -1).unbind(0)
+def _cut(flat: torch.Tensor, offset: int, numel: int, with_step: bool) -> list[torch.Tensor]:
+    """Views of a range of every slot of a flat shard, and of the step at its end if asked for."""
+    slots = [slot[offset : offset + numel] for slot in flat[:-1].view(len(SLOTS), -1).unbind(0)]
+    return [*slots, flat[-1:]] if with_step else slots

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from megatron_elas.runtime.communicator.membership import GroupMembers, Membership
-from megatron_elas.spec.catalogue import StageContents
+from megatron_elas.spec.catalogue import Catalogue, StageContents
 from megatron_elas.spec.events import WorkerLost
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
@@ -46,9 +46,6 @@ class Mirror(Protocol):
 
 class Host(Protocol):
     """The training framework, as seen by one worker. Called on the main thread at a step boundary."""
-
-    def shard_layouts(self, members: Sequence[int]) -> dict[int, ShardLayout]:
-        """Who would own what of this worker's stage and lane if ``members``, in this order, shared it."""
 
     def read_shard(self, flat: torch.Tensor) -> None:
         """Copy the optimizer shard in use into ``flat`` (fp32, ``ShardLayout.flat_numel`` elements)."""
@@ -90,6 +87,9 @@ class Host(Protocol):
 
     def describe_parameters(self) -> StageContents:
         """What this worker's stage holds, by global name, at launch."""
+
+    def take_catalogue(self, catalogue: Catalogue) -> None:
+        """What the whole model consists of, put together from what all workers hold. Called once, at launch."""
 
     def rebuild(self, plan: ElasticPlan) -> None:
         """Fit model, parameter buffers and optimizer to the plan, whose groups are edited already.
@@ -208,6 +208,9 @@ class Groups(Protocol):
 
     def all_gather_rows(self, row: Sequence[int]) -> list[list[int]]:
         """The row of every seated worker, by ascending worker id."""
+
+    def all_gather_texts(self, text: str) -> list[str]:
+        """The text of every seated worker, by ascending worker id."""
 
 
 FaultPoint = Callable[[int, str, int | None], None]

@@ -26,10 +26,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_elas.runtime.executor import Executor, make_store
+from megatron_elas.runtime.executor import Executor, gather_catalogue, make_store
 from megatron_elas.runtime.ports import Control, FaultPoint, Groups, Host
 from megatron_elas.runtime.snapshots import SnapshotMode, SnapshotPool
-from megatron_elas.runtime.state import WorkerState
+from megatron_elas.runtime.state import Fit, WorkerState
 from megatron_elas.runtime.transport.base import Transport
 from megatron_elas.spec.errors import ElasticError, EpochChanged, PeerLost, comes_of
 from megatron_elas.spec.plan import ElasticPlan, Settlement
@@ -129,18 +129,19 @@ class Session:
     def attach(self, host: Host, first_step: int) -> None:
         """Give the session its host, when model and optimizer exist. Called once, before the first step."""
         plan = self.plan
-        seat = plan.placement.seat(self.worker)
+        catalogue = gather_catalogue(host, self._groups)
         self._host = host
         self._next_step = first_step
         self._state = WorkerState(
             worker=self.worker,
             plan=plan,
             live=first_step,
-            fitted=plan.placement.replicas(seat.stage, seat.lane),
+            catalogue=catalogue,
+            fitted=Fit.of(plan, self.worker),
         )
         self._first_plan = None
         self._pool = SnapshotPool(self._transport, host, self._mode)
-        store = make_store(host, plan, self.worker, self._mode.versions)
+        store = make_store(catalogue, plan, self.worker, self._mode.versions)
         self._state.stores[plan.epoch] = (plan, store)
         self._executor = Executor(
             self._state, host, self._transport, self._pool, self._groups, self._control, self._strike

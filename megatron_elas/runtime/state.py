@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_elas.runtime.store import ShardStore
+from megatron_elas.spec.catalogue import Catalogue
 from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.report import Holding
+
+
+class Fit(NamedTuple):
+    """What model, parameter buffers and optimizer of a worker are built for."""
+
+    layers: tuple[int, int]
+    is_first: bool
+    """The stage has the embedding."""
+    is_last: bool
+    """The stage has the head."""
+    replicas: tuple[int, ...]
+
+    @staticmethod
+    def of(plan: ElasticPlan, worker: int) -> Fit:
+        """What the plan asks of a seated worker."""
+        seat = plan.placement.seat(worker)
+        return Fit(
+            layers=plan.layers[seat.stage],
+            is_first=seat.stage == 0,
+            is_last=seat.stage == plan.placement.num_stages - 1,
+            replicas=plan.placement.replicas(seat.stage, seat.lane),
+        )
 
 
 @dataclass(slots=True)
@@ -18,8 +42,9 @@ class WorkerState:
     """The plan in force."""
     live: int | None
     """Version of the parameters and the optimizer in use; None while they are being changed."""
-    fitted: tuple[int, ...]
-    """The replicas that parameter buffers and optimizer are built for; empty while being rebuilt."""
+    catalogue: Catalogue
+    fitted: Fit | None
+    """What is built now; None while being rebuilt, and for a spare."""
     stores: dict[int, tuple[ElasticPlan, ShardStore | None]] = field(default_factory=dict)
     """By epoch, newest last: a plan and the copies in its layout (None for a spare)."""
     captures: dict[int, object] = field(default_factory=dict)

@@ -6,9 +6,11 @@ moves between different pairs of workers are disjoint.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 from megatron_elas.spec.errors import StateInvalid
 from megatron_elas.spec.shards import ShardLayout
@@ -31,14 +33,18 @@ class Move:
 
 
 def plan_moves(
-    old: Mapping[int, ShardLayout], new: Mapping[int, ShardLayout], holders: Mapping[int, int]
+    old: Mapping[int, ShardLayout],
+    new: Mapping[int, ShardLayout],
+    holders: Mapping[int, int],
+    twins: Mapping[str, str] | None = None,
 ) -> tuple[Move, ...]:
     """Cut the new shards out of the old ones.
 
     Args:
-        old: Shard of every old owner of one stage and lane.
-        new: Shard of every new owner, over the same parameters.
-        holders: For each old owner, who holds its copy now.
+        old: Shard of every old owner of one lane.
+        new: Shard of every new owner that does not have it yet.
+        holders: For each old owner, who holds its copy now; owners that nobody holds a copy of are left out.
+        twins: Of a parameter that there are two equal copies of, the other one, from which what is missing is taken.
 
     Returns:
         Moves by target and new offset; neighbouring ranges of one owner are joined.
@@ -46,21 +52,13 @@ def plan_moves(
     Raises:
         StateInvalid: A range of a new shard is in no old shard.
     """
-    sources: dict[str, list[tuple[int, int, int, int]]] = defaultdict(list)
-    for owner, layout in old.items():
-        for piece, offset in zip(layout.pieces, layout.offsets(), strict=True):
-            sources[piece.name].append((piece.start, piece.stop, owner, offset))
-    for ranges in sources.values():
-        ranges.sort()
+    sources = _Sources(old, holders, twins or {})
     moves: list[Move] = []
     for target, layout in new.items():
         for piece, new_offset in zip(layout.pieces, layout.offsets(), strict=True):
             position = piece.start
-            for start, stop, owner, offset in sources.get(piece.name, ()):
-                if stop <= position or start >= piece.stop:
-                    continue
-                if start > position:
-                    break
+            while position < piece.stop:
+                start, stop, owner, offset = sources.find(piece.name, position)
                 end = min(stop, piece.stop)
                 _append(
                     moves,
@@ -74,12 +72,39 @@ def plan_moves(
                     ),
                 )
                 position = end
-            if position < piece.stop:
-                raise StateInvalid(
-                    f"elements {position} to {piece.stop} of {piece.name} have no owner among workers {sorted(old)}: "
-                    f"the optimizer state is not whole. Restart from the newest checkpoint with --load"
-                )
     return tuple(moves)
+
+
+_Range = tuple[int, int, int, int]
+"""Start and stop inside a parameter; owner; offset of the start inside a slot of the owner's shard."""
+
+
+class _Sources:
+    """Where every element is, by the parameter's name."""
+
+    def __init__(self, old: Mapping[int, ShardLayout], holders: Mapping[int, int], twins: Mapping[str, str]) -> None:
+        self._twins = twins
+        self._owners, self._held = sorted(old), sorted(holders)
+        self._ranges: dict[str, list[_Range]] = defaultdict(list)
+        for owner, layout in old.items():
+            if owner in holders:
+                for piece, offset in zip(layout.pieces, layout.offsets(), strict=True):
+                    self._ranges[piece.name].append((piece.start, piece.stop, owner, offset))
+        for ranges in self._ranges.values():
+            ranges.sort()
+
+    def find(self, name: str, position: int) -> _Range:
+        """The range that has the element. Raises StateInvalid."""
+        names = [name, self._twins[name]] if name in self._twins else [name]
+        for candidate in names:
+            ranges = self._ranges.get(candidate, [])
+            at = bisect_right(ranges, position, key=itemgetter(0)) - 1
+            if at >= 0 and position < ranges[at][1]:
+                return ranges[at]
+        raise StateInvalid(
+            f"element {position} of {name} has no holder (owners were workers {self._owners}; copies are there of "
+            f"{self._held}): the optimizer state is not whole. Restart from the newest checkpoint with --load"
+        )
 
 
 def _append(moves: list[Move], move: Move) -> None:

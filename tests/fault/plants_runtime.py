@@ -212,7 +212,7 @@ def runtime_plants(scene: Scene) -> dict[str, Plant]:
             "session", "rounds in its queue", lambda: setting(_rounds=(replicator, full_queue()))
         ),
         "replicas fitted before": Plant(
-            "session", "are fitted to", lambda: setting(fitted=(state, (dead, scene.worker)))
+            "session", "are built for", lambda: setting(fitted=(state, (dead, scene.worker)))
         ),
         "an old capture": Plant("session", "captures of versions [-9]", lambda: entry(state.captures, -9, None)),
         "a dead worker among the living": Plant(

@@ -233,8 +233,7 @@ def optimizers(scene: Scene) -> Iterator[Finding]:
         yield "shards are read from and written to an optimizer that is not in the chain"
     if any(id(master) not in masters for _, _, master in access._pieces):
         yield "shards are read from and written to tensors that no optimizer steps"
-    seat = scene.plan.placement.seat(scene.worker)
-    layout = host.shard_layouts(scene.plan.placement.replicas(seat.stage, seat.lane))[scene.worker]
+    layout = scene.session._state.catalogue.layout(scene.plan, scene.worker)
     if access.layout() != layout:
         yield f"the optimizer owns {access.layout().numel} elements, the plan gives this worker {layout.numel}"
     store = scene.session._state.store

@@ -231,9 +231,9 @@ def threads(scene: Scene) -> Iterator[Finding]:
 
 def session(scene: Scene) -> Iterator[Finding]:
     """State, executor, replicator and communicator hold what the plan in force says, and nothing that is pending."""
+    from megatron_elas.runtime.state import Fit
+
     ours, state = scene.session, scene.session._state
-    seat = scene.plan.placement.seat(scene.worker)
-    replicas = scene.plan.placement.replicas(seat.stage, seat.lane)
     if set(state.stores) != {scene.epoch}:
         yield f"copies of the layouts of epochs {sorted(state.stores)} are kept"
     elif (store := state.stores[scene.epoch][1]) is not None:
@@ -245,8 +245,8 @@ def session(scene: Scene) -> Iterator[Finding]:
             yield f"copies of workers {tuple(store.wards)} are kept, the plan says {scene.plan.wards_of(scene.worker)}"
         if ours._pool._replicator._latest is not None and ours._pool._replicator._latest.store is not store:
             yield "the replicator holds copies of another layout"
-    if state.fitted != replicas:
-        yield f"buffers and optimizer are fitted to {state.fitted}, the replicas are {replicas}"
+    if state.fitted != (fit := Fit.of(scene.plan, scene.worker)):
+        yield f"model, buffers and optimizer are built for {state.fitted}, the plan asks for {fit}"
     if old := sorted(version for version in state.captures if not ours.next_step - 2 <= version <= ours.next_step):
         yield f"captures of versions {old} are kept, the next step is {ours.next_step}"
     if gone := sorted(scene.communicator._living - scene.alive):

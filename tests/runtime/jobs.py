@@ -1,7 +1,8 @@
 """A job without processes and without Megatron: workers are threads with real links, sessions and groups.
 
-The "model" of a stage is one parameter of ``NUMEL`` numbers, cut over the replicas like an optimizer shard; a step adds
-``step + 1`` to every one, so version ``v`` is ``v (v + 1) / 2`` everywhere, whoever computed it.
+The "model" is one layer per stage at launch, each one parameter of ``NUMEL`` numbers, cut over the replicas like an
+optimizer shard; a step adds ``step + 1`` to every one, so version ``v`` is ``v (v + 1) / 2`` everywhere, whoever
+computed it.
 """
 
 from __future__ import annotations
@@ -25,21 +26,28 @@ from megatron_elas.runtime.ports import StateDigest
 from megatron_elas.runtime.session import Dispensable, Session
 from megatron_elas.runtime.snapshots import SnapshotMode
 from megatron_elas.runtime.transport.sockets import SocketTransport
+from megatron_elas.spec.catalogue import Catalogue, Parameter, StageContents
 from megatron_elas.spec.errors import EpochChanged, StateInvalid
 from megatron_elas.spec.events import LossReason, WorkerLost
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
-from megatron_elas.spec.shards import Piece, ShardLayout
+from megatron_elas.spec.shards import ShardLayout
 from megatron_elas.spec.transaction import Update
 
-NUMEL = 60
+NUMEL = 600
 PATIENCE_S = 15.0
 
 
 def value_of(version: int) -> float:
     """Of every parameter in the state before step ``version``."""
     return version * (version + 1) / 2
+
+
+def make_catalogue(layers: int) -> Catalogue:
+    """Layer ``i`` has the parameter ``i``."""
+    middle = ((Parameter(name=str(layer), count=NUMEL),) for layer in range(layers))
+    return Catalogue(units=((), *middle, ()))
 
 
 class Activations:
@@ -70,7 +78,9 @@ class Order:
 class Job:
     """Plays the controller, with the real planner."""
 
-    def __init__(self, folder: Path, *, stages: int, rows: int, mode: SnapshotMode = SnapshotMode.REPLAY) -> None:
+    def __init__(
+        self, folder: Path, *, stages: int, rows: int, mode: SnapshotMode = SnapshotMode.REPLAY, copies: int = 1
+    ) -> None:
         self.mode = mode
         self.spec = JobSpec(
             tensor_parallel=1,
@@ -78,6 +88,7 @@ class Job:
             data_parallel=rows,
             micro_batch_size=1,
             num_microbatches=4 * rows,
+            snapshot_replicas=copies,
         )
         self.plan = initial_plan(self.spec, {})
         self.plans = {0: self.plan}
@@ -207,13 +218,14 @@ class ToyWorker:
         )
         self.shard = torch.zeros(self.layout(self.job.plan).flat_numel)
         self.parameters = torch.zeros(NUMEL)
+        """Of all layers of the stage, one after the other."""
         self.step = 0
 
     def members(self, plan: ElasticPlan) -> tuple[int, ...]:
         return plan.placement.replicas(plan.placement.seat(self.id).stage, 0)
 
     def layout(self, plan: ElasticPlan) -> ShardLayout:
-        return self.shard_layouts(self.members(plan))[self.id]
+        return make_catalogue(self.job.spec.num_layers).layout(plan, self.id)
 
     # ------------------------------------------------------------ training
 
@@ -303,14 +315,15 @@ class ToyWorker:
 
     # ------------------------------------------------------------ runtime.ports.Host
 
-    def shard_layouts(self, members: Sequence[int]) -> dict[int, ShardLayout]:
-        share = -(-NUMEL // len(members))
-        return {
-            worker: ShardLayout(
-                pieces=(Piece(name="p", start=min(i * share, NUMEL), stop=min((i + 1) * share, NUMEL)),)
-            )
-            for i, worker in enumerate(members)
-        }
+    def describe_parameters(self) -> StageContents:
+        units = make_catalogue(self.job.spec.num_layers).units
+        stage = self.session.plan.placement.seat(self.id).stage
+        first, last = self.session.plan.layers[stage]
+        ends = {number: () for number in (0, len(units) - 1)}
+        return StageContents(stage=stage, units={n: units[n] for n in range(first + 1, last + 1)} | ends)
+
+    def take_catalogue(self, catalogue: Catalogue) -> None:
+        assert catalogue == make_catalogue(self.job.spec.num_layers)
 
     def read_shard(self, flat: torch.Tensor) -> None:
         flat.copy_(self.shard)
@@ -360,7 +373,8 @@ class ToyWorker:
     def sync_parameters(self) -> None:
         if self.communicator.silent:
             return
-        layouts = self.shard_layouts(self.replicas.members)
+        catalogue, plan = make_catalogue(self.job.spec.num_layers), self.session.plan
+        layouts = {worker: catalogue.layout(plan, worker) for worker in self.replicas.members}
         outputs = [torch.zeros(layouts[worker].numel) for worker in self.replicas.members]
         mine = self.shard[: layouts[self.id].numel].clone()
         if len({output.numel() for output in outputs}) == 1:
@@ -369,7 +383,12 @@ class ToyWorker:
             for output, worker in zip(outputs, self.replicas.members, strict=True):
                 output.copy_(mine) if worker == self.id else None
                 self.replicas.broadcast([output], _Root(self.replicas.members.index(worker))).wait()
-        self.parameters = torch.cat(outputs)
+        first, last = plan.layers_of(self.id)
+        self.parameters = torch.full(((last - first) * NUMEL,), float("nan"))
+        for layout, output in zip(layouts.values(), outputs, strict=True):
+            for piece, offset in zip(layout.pieces, layout.offsets(), strict=True):
+                start = (int(piece.name) - first) * NUMEL
+                self.parameters[start + piece.start : start + piece.stop] = output[offset : offset + piece.numel]
 
     def capture(self) -> object:
         return self.step
@@ -382,7 +401,7 @@ class ToyWorker:
         return StateDigest(
             parameter_hash=int(self.parameters.double().sum()),
             owned_numel=self.layout(self.session.plan).numel,
-            total_numel=NUMEL,
+            total_numel=len(self.parameters),
             consumed_samples=self.step * 8,
         )
 

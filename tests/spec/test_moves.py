@@ -79,5 +79,5 @@ def test_neighbouring_ranges_are_joined_across_parameters() -> None:
 def test_a_range_without_an_old_owner_is_refused_by_name() -> None:
     old = {0: ShardLayout(pieces=(Piece(name="weight", start=0, stop=4),))}
     new = {0: ShardLayout(pieces=(Piece(name="weight", start=0, stop=6),))}
-    with pytest.raises(StateInvalid, match="elements 4 to 6 of weight have no owner"):
+    with pytest.raises(StateInvalid, match="element 4 of weight has no holder"):
         plan_moves(old, new, {0: 0})

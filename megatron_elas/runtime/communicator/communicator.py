@@ -380,6 +380,16 @@ class Communicator:
         gathered: list[list[int]] = rows.tolist()
         return gathered
 
+    def all_gather_texts(self, text: str) -> list[str]:
+        """Bring everybody's text to everybody, in the order of ``all_gather_rows``."""
+        mine = text.encode()
+        lengths = [length for (length,) in self.all_gather_rows((len(mine),))]
+        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        padded[: len(mine)] = torch.tensor(list(mine), dtype=torch.uint8)
+        rows = torch.empty((len(lengths), padded.numel()), dtype=torch.uint8)
+        self._everybody.allgather([list(rows.unbind(0))], [padded]).wait()
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+
     @property
     def _everybody(self) -> ElasticProcessGroup:
         """The first group that was made: torch's default one, where there is one."""
