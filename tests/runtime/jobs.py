@@ -462,9 +462,11 @@ class _Root:
 
 
 @contextmanager
-def job_of(folder: Path, *, stages: int = 1, rows: int = 3, mode: SnapshotMode = SnapshotMode.REPLAY) -> Iterator[Job]:
+def job_of(
+    folder: Path, *, stages: int = 1, rows: int = 3, mode: SnapshotMode = SnapshotMode.REPLAY, copies: int = 1
+) -> Iterator[Job]:
     """A job whose links are closed at the end."""
-    job = Job(folder, stages=stages, rows=rows, mode=mode)
+    job = Job(folder, stages=stages, rows=rows, mode=mode, copies=copies)
     try:
         yield job
     finally:
@@ -479,4 +481,6 @@ def check_end(job: Job, steps: int) -> None:
         toy = job.workers[worker]
         toy_values = toy.shard[:-1]
         assert toy_values.tolist() == [value_of(steps)] * len(toy_values), f"worker {worker}"
-        assert toy.parameters.tolist() == [value_of(steps)] * NUMEL
+        assert toy.parameters.tolist() == [value_of(steps)] * len(toy.parameters)
+        first, last = toy.session.plan.layers_of(worker)
+        assert len(toy.parameters) == (last - first) * NUMEL

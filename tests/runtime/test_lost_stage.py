@@ -1,0 +1,74 @@
+"""Whole stages are lost, one worker at a time or at once: the sessions of those who are left go on, down to one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_elas.runtime.snapshots import SnapshotMode
+from megatron_elas.spec.errors import StateInvalid
+from tests.runtime.jobs import check_end, job_of
+
+STEPS = 8
+
+both_modes = pytest.mark.parametrize("mode", list(SnapshotMode))
+
+
+@both_modes
+@pytest.mark.parametrize("phase", ["forward", "reduce", "norm", "optimizer", "gather", "stepped"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_stage_of_one_cell_is_lost_in_any_phase(victim: int, phase: str, mode: SnapshotMode, tmp_path: Path) -> None:
+    with job_of(tmp_path, stages=4, rows=1, mode=mode) as job:
+        job.workers[victim].hooks[phase, 4] = job.workers[victim].vanish
+        job.run(steps=STEPS)
+        check_end(job, STEPS)
+        plan = job.plans[1]
+        assert plan.placement.num_stages == 3
+        held = [job.workers[worker].session.plan.layers_of(worker) for worker in plan.placement.workers]
+        assert sum(stop - start for start, stop in held) == 4
+
+
+def test_one_after_the_other_is_lost_until_one_worker_has_all_layers(tmp_path: Path) -> None:
+    with job_of(tmp_path, stages=4, rows=1) as job:
+        for step, victim in ((2, 1), (4, 3), (6, 0)):
+            job.workers[victim].hooks["forward", step] = job.workers[victim].vanish
+        job.run(steps=STEPS)
+        check_end(job, STEPS)
+        assert job.survivors == [2]
+        assert job.workers[2].session.plan.layers == ((0, 4),)
+
+
+def test_both_cells_of_a_stage_are_lost_at_once_and_one_of_another_stage_takes_it_over(tmp_path: Path) -> None:
+    with job_of(tmp_path, stages=2, rows=2, copies=2) as job:
+
+        def both() -> None:
+            job.workers[2].fall_silent()
+            job.workers[3].vanish()
+
+        job.workers[3].hooks["optimizer", 4] = both
+        job.run(steps=STEPS)
+        check_end(job, STEPS)
+        assert job.plans[job.epoch].placement.describe() == "stage 0: [0] | stage 1: [1]"
+
+
+def test_a_second_stage_is_lost_while_the_first_one_is_put_together(tmp_path: Path) -> None:
+    with job_of(tmp_path, stages=4, rows=1, copies=2) as job:
+        job.workers[1].hooks["forward", 4] = job.workers[1].vanish
+        job.workers[3].hooks["recovery-rebuild", 4] = job.workers[3].vanish
+        job.run(steps=STEPS)
+        check_end(job, STEPS)
+        assert job.survivors == [0, 2]
+        assert job.plans[job.epoch].placement.num_stages == 2
+
+
+def test_owner_and_only_backup_in_two_stages_are_more_than_copies_can_bear(tmp_path: Path) -> None:
+    with job_of(tmp_path, stages=4, rows=1) as job:
+
+        def both() -> None:
+            job.workers[2].fall_silent()
+            job.workers[1].vanish()
+
+        job.workers[1].hooks["forward", 4] = both
+        with pytest.raises(StateInvalid, match="the shard of worker 1"):
+            job.run(steps=STEPS)
