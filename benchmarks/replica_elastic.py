@@ -135,6 +135,14 @@ class Replica:
         assert isinstance(captured, int)
         self._step = captured
 
+    def catch_up(self, step: int) -> None:
+        """See Host."""
+        self._step = step
+
+    def missed_step(self, step: int) -> object:
+        """See Host."""
+        return None
+
     def digest(self) -> StateDigest:
         """See Host."""
         own = self._slice()

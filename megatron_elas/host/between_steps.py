@@ -47,7 +47,11 @@ def wrap_evaluate(original: Any) -> Any:
                     chunk.train()
                 raise
 
-        outcome = attached.session.run_between(body)
+        def missed() -> Any:
+            margs.consumed_valid_samples = consumed + margs.eval_iters * margs.eval_global_batch_size
+            return {}, None, False  # no losses, no other data, no end of time
+
+        outcome = attached.session.run_between(body, missed=missed)
         if loader is not None:
             loader.mark += margs.consumed_valid_samples - consumed
         return outcome
@@ -88,7 +92,7 @@ def wrap_save_checkpoint(original: Any) -> Any:
             attached.unsaved = iteration
 
         purpose = f"save the checkpoint of iteration {iteration} in --save {get_args().save}"
-        return attached.session.run_between(body, Dispensable(purpose=purpose, instead=go_without))
+        return attached.session.run_between(body, Dispensable(purpose=purpose, instead=go_without), missed=lambda: None)
 
     return save_checkpoint
 

@@ -245,6 +245,20 @@ class MegatronHost:
         get_cuda_rng_tracker().set_states(captured.device_rng)
         self._realign = True
 
+    def catch_up(self, step: int) -> None:
+        """See Host. Steps that others ran count as applied; random streams stay what they are here."""
+        missed = step - self._step
+        assert missed >= 0, f"worker {self._worker} is in step {self._step}, before step {step} without a capture of it"
+        if missed:
+            self._scheduler.step(increment=missed * int(get_args().global_batch_size))
+            get_rerun_state_machine().current_iteration += missed
+            self._step = step
+            self._realign = True
+
+    def missed_step(self, step: int) -> object:
+        """See Host."""
+        return {}, 0, False, False, 0, None, None, 0  # as train_step: no losses, no norm
+
     def digest(self) -> StateDigest:
         """See Host."""
         return StateDigest(

@@ -209,8 +209,10 @@ class Executor:
         if stale:
             host.write_shard(store.own.get(version))
         host.sync_parameters()
-        if version in state.captures:  # not there on a worker that had not yet entered that step
+        if version in state.captures:
             host.rewind(state.captures[version])
+        else:  # this worker had not yet entered that step, or had no seat
+            host.catch_up(version)
 
     def _verify(self, plan: ElasticPlan, version: int) -> None:
         """Compare what must be equal across workers. Every seated worker calls it; it is also the barrier

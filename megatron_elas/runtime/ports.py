@@ -117,6 +117,14 @@ class Host(Protocol):
     def rewind(self, captured: object) -> None:
         """Go back to the start of the step at which ``captured`` was taken: data, learning rate, counters."""
 
+    def catch_up(self, step: int) -> None:
+        """Bring data, learning rate and counters to the start of ``step``, without a capture of it: this worker stands
+        there already, or had no seat while others ran the steps since.
+        """
+
+    def missed_step(self, step: int) -> object:
+        """What the training loop gets in place of the outcome of a step that ran while this worker had no seat."""
+
     def digest(self) -> StateDigest:
         """The state as it is now."""
 

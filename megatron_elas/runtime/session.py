@@ -216,11 +216,19 @@ class Session:
                 self._recover(step, error)
         self._end_activity()
         self._next_step = step + 1
-        assert self._outcome is not None and self._outcome[0] == step
+        if self._outcome is None or self._outcome[0] != step:  # run by others while this worker had no seat
+            assert self._host is not None and self._state is not None
+            assert self._state.live is not None and self._state.live > step
+            self._outcome = (step, self._host.missed_step(step))
         self._strike(step, "between", None)
         return self._outcome[1]
 
-    def run_between[R](self, body: Callable[[], R], optional: Dispensable[R] | None = None) -> R:
+    def run_between[R](
+        self,
+        body: Callable[[], R],
+        optional: Dispensable[R] | None = None,
+        missed: Callable[[], R] | None = None,
+    ) -> R:
         """Run something between steps that all workers join and that must be whole: an evaluation, a save.
 
         Args:
@@ -228,9 +236,11 @@ class Session:
                 host as it found it when it raises EpochChanged, or anything that is tolerated.
             optional: Given where training can do without. An exception of ``body()`` on any worker then ends the
                 epoch; in the next one it is not run again, and all take ``optional.instead()`` for it.
+            missed: What stands for it on a worker that had no seat when the others ran it. Left out: ``body``, which
+                then must not communicate.
 
         Returns:
-            What ``body()`` returned in the run that counts, or ``optional.instead()``.
+            What ``body()`` returned in the run that counts, or what stands for it.
         """
         if self._host is None:  # before the first step nothing can be recovered
             return body()
@@ -241,7 +251,9 @@ class Session:
                 self._run_until(self._next_step)
                 if self._open_report is not None:  # no step is to be run here: all have passed the verification
                     self._report_recovery()
-                if done and self._lead > self._activity:  # others have left its barrier: it counts
+                if self._lead > self._activity:  # others have left its barrier: it counts
+                    if not done:  # and this worker had no seat then
+                        done[:] = [(missed or body)()]
                     break
                 if optional is not None and self._executor_in_use.waived_activity >= self._activity:
                     done[:] = [optional.instead()]

@@ -79,11 +79,18 @@ class Job:
     """Plays the controller, with the real planner."""
 
     def __init__(
-        self, folder: Path, *, stages: int, rows: int, mode: SnapshotMode = SnapshotMode.REPLAY, copies: int = 1
+        self,
+        folder: Path,
+        *,
+        stages: int,
+        rows: int,
+        mode: SnapshotMode = SnapshotMode.REPLAY,
+        copies: int = 1,
+        lanes: int = 1,
     ) -> None:
         self.mode = mode
         self.spec = JobSpec(
-            tensor_parallel=1,
+            tensor_parallel=lanes,
             pipeline_parallel=stages,
             data_parallel=rows,
             micro_batch_size=1,
@@ -204,6 +211,7 @@ class ToyWorker:
     activations: Callable[[], Activations | None] = lambda: None
     """Of the last step: a weak reference."""
     steps_run: list[int] = field(default_factory=list)
+    steps_missed: list[int] = field(default_factory=list)
     hooks: dict[tuple[str, int], Callable[[], None]] = field(default_factory=dict)
     """By (phase, step), or (phase, epoch) of a recovery: called when this worker is there, once."""
 
@@ -222,7 +230,8 @@ class ToyWorker:
         self.step = 0
 
     def members(self, plan: ElasticPlan) -> tuple[int, ...]:
-        return plan.placement.replicas(plan.placement.seat(self.id).stage, 0)
+        seat = plan.placement.seat(self.id)
+        return plan.placement.replicas(seat.stage, seat.lane)
 
     def layout(self, plan: ElasticPlan) -> ShardLayout:
         return make_catalogue(self.job.spec.num_layers).layout(plan, self.id)
@@ -284,7 +293,7 @@ class ToyWorker:
             self.evaluated.append((step, float(self.parameters.min())))
             assert self.parameters.min() == self.parameters.max()
 
-        self.session.run_between(body)
+        self.session.run_between(body, missed=lambda: None)
 
     def save(self, step: int) -> None:
         """Something that all must join and that may fail."""
@@ -295,7 +304,7 @@ class ToyWorker:
             self.saved.append(step)
 
         instead = Dispensable(purpose="save", instead=lambda: self.unsaved.append(step))
-        self.session.run_between(body, instead)
+        self.session.run_between(body, instead, missed=lambda: None)
 
     def strike(self, step: int, phase: str, microbatch: int | None) -> None:
         hook = self.hooks.pop((phase, step), None)
@@ -397,6 +406,14 @@ class ToyWorker:
         assert isinstance(captured, int)
         self.step = captured
 
+    def catch_up(self, step: int) -> None:
+        assert step >= self.step
+        self.step = step
+
+    def missed_step(self, step: int) -> int:
+        self.steps_missed.append(step)
+        return step
+
     def digest(self) -> StateDigest:
         return StateDigest(
             parameter_hash=int(self.parameters.double().sum()),
@@ -463,10 +480,16 @@ class _Root:
 
 @contextmanager
 def job_of(
-    folder: Path, *, stages: int = 1, rows: int = 3, mode: SnapshotMode = SnapshotMode.REPLAY, copies: int = 1
+    folder: Path,
+    *,
+    stages: int = 1,
+    rows: int = 3,
+    mode: SnapshotMode = SnapshotMode.REPLAY,
+    copies: int = 1,
+    lanes: int = 1,
 ) -> Iterator[Job]:
     """A job whose links are closed at the end."""
-    job = Job(folder, stages=stages, rows=rows, mode=mode, copies=copies)
+    job = Job(folder, stages=stages, rows=rows, mode=mode, copies=copies, lanes=lanes)
     try:
         yield job
     finally:

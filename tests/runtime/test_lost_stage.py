@@ -8,7 +8,7 @@ import pytest
 
 from megatron_elas.runtime.snapshots import SnapshotMode
 from megatron_elas.spec.errors import StateInvalid
-from tests.runtime.jobs import check_end, job_of
+from tests.runtime.jobs import ToyWorker, check_end, job_of
 
 STEPS = 8
 
@@ -55,7 +55,8 @@ def test_both_cells_of_a_stage_are_lost_at_once_and_one_of_another_stage_takes_i
 def test_a_second_stage_is_lost_while_the_first_one_is_put_together(tmp_path: Path) -> None:
     with job_of(tmp_path, stages=4, rows=1, copies=2) as job:
         job.workers[1].hooks["forward", 4] = job.workers[1].vanish
-        job.workers[3].hooks["recovery-rebuild", 4] = job.workers[3].vanish
+        for step in (3, 4):  # worker 3 may be in the end of step 3 still
+            job.workers[3].hooks["recovery-rebuild", step] = job.workers[3].vanish
         job.run(steps=STEPS)
         check_end(job, STEPS)
         assert job.survivors == [0, 2]
@@ -72,3 +73,26 @@ def test_owner_and_only_backup_in_two_stages_are_more_than_copies_can_bear(tmp_p
         job.workers[1].hooks["forward", 4] = both
         with pytest.raises(StateInvalid, match="the shard of worker 1"):
             job.run(steps=STEPS)
+
+
+def test_a_spare_that_was_idle_for_steps_gets_a_seat_and_its_loop_catches_up(tmp_path: Path) -> None:
+    """Worker 1 is lost in step 1 and leaves 0 without a mate; worker 4 in step 5, and its mate 5 joins 0."""
+    with job_of(tmp_path, stages=1, rows=3, lanes=2) as job:
+        job.workers[1].hooks["forward", 1] = job.workers[1].vanish
+        job.workers[4].hooks["optimizer", 5] = job.workers[4].vanish
+
+        def between(worker: ToyWorker, step: int) -> None:
+            worker.log(step)
+            if step in (2, 6):
+                worker.evaluate(step)
+            if step in (3, 5):
+                worker.save(step)
+
+        job.run(steps=STEPS, between=between)
+        check_end(job, STEPS)
+        assert job.plans[2].placement.describe() == "stage 0: [0,5] [2,3]"
+        idle = job.workers[0]
+        assert idle.steps_missed == [1, 2, 3, 4] or idle.steps_missed == [1, 2, 3, 4, 5]
+        assert idle.steps_run[-2:] == [6, 7] and idle.unsaved == []
+        assert dict(idle.evaluated).keys() == {6}, "the evaluation of step 2 was over when it came back"
+        assert dict(job.workers[2].evaluated).keys() == {2, 6} and job.workers[2].saved == [3, 5]
