@@ -20,10 +20,12 @@ from megatron_elas.host.attachment import detach
 from megatron_elas.host.checkpoints import use_exchangeable_checkpoints
 from megatron_elas.host.join import join_megatron
 from megatron_elas.host.log_handover import Log
+from megatron_elas.host.memory import check_node_memory
 from megatron_elas.host.requirements import check_elastic_arguments, describe_job
 from megatron_elas.host.sample_log import SampleLog
 from megatron_elas.host.shape import launch_layers
 from megatron_elas.platform.detect import detect
+from megatron_elas.platform.host_memory import read_available
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.session import Session
 from megatron_elas.runtime.snapshots import SnapshotMode
@@ -31,6 +33,7 @@ from megatron_elas.runtime.transport.sockets import SocketTransport
 from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged, ExitCode, NotStarted, comes_of
 from megatron_elas.spec.faults import Fault, FaultPhase, check_faults, parse_fault
 from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.testing.faults import FaultInjector
 
 logger = logging.getLogger(__name__)
@@ -86,6 +89,7 @@ class Worker:
         self._session = session
         log = Log(environment.worker, Path(environment.run_dir), lambda: session.coming_activity)
         try:
+            self._check_memory(args, start.plan)
             self.attachment, self.pretrain_arguments = join_megatron(
                 args, self.job, start.plan, self._transport, communicator, session, self._strike, log
             )
@@ -94,6 +98,13 @@ class Worker:
             raise
         if args.elastic_sample_log is not None:
             self.attachment.sample_log = SampleLog(args.elastic_sample_log, environment.worker)
+
+    def _check_memory(self, args: Any, plan: ElasticPlan) -> None:
+        """The first worker of a node says what those of the node will take. Raises BadUsage when it is not there."""
+        if int(os.environ["LOCAL_RANK"]) == 0:
+            first = self._environment.worker
+            here = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
+            print(f"megatron_elas: {check_node_memory(args, self.job, plan, here, read_available())}", flush=True)
 
     def finish(self) -> None:
         """Leave after the end of training."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from megatron_elas.control.environment import TOKEN_VARIABLE
 from megatron_elas.control.launch_options import LaunchOptions
-from megatron_elas.planner.memory import WorkerMemory, estimate_activations, estimate_memory, total_parameters
+from megatron_elas.planner.memory import WorkerMemory, estimate_activations, plan_memory, total_parameters
 from megatron_elas.planner.plan import initial_plan
 from megatron_elas.spec.errors import ExitCode
 from megatron_elas.spec.job import JobSpec
@@ -164,32 +164,26 @@ class JobSheet:
         self, plan: ElasticPlan, job: JobSpec, shape: ModelShape, training: TrainingShape, facts: RunFacts
     ) -> str:
         groups: dict[tuple[int, WorkerMemory], list[int]] = {}
-        for worker in plan.placement.workers:
-            seat = plan.placement.seat(worker)
-            memory = estimate_memory(
-                shape,
-                training,
-                stage=seat.stage,
-                tensor_parallel=job.tensor_parallel,
-                cells=job.data_parallel,
-                micro_batch_size=job.micro_batch_size,
-                micro_batches=len(plan.items_of(worker)),
-                wards=len(plan.wards_of(worker)) if facts.elastic else None,
-            )
-            groups.setdefault((seat.stage, memory), []).append(worker)
-        host = ["own copies", "backups", "sum"] if facts.elastic else []
-        head = ["stage", "workers", "parameters", "weights", "gradients", "optimizer", "activations", "sum", *host]
+        for worker, memory in plan_memory(plan, job, shape, training, facts.snapshot).items():
+            groups.setdefault((plan.placement.seat(worker).stage, memory), []).append(worker)
+        copied = facts.snapshot != "off"
+        head = ["stage", "workers", "parameters", "weights", "gradients", "optimizer", "activations", "sum"]
+        host = ["own staging" if facts.snapshot == "replay" else "own copies", "backups", "sum", "in a recovery"]
         rows = [
             [str(stage), _ranges(workers), f"{memory.parameters / 1e6:.1f} M"]
             + [_gib(value) for value in (memory.weights, memory.gradients, memory.optimizer, memory.activations)]
             + [_gib(memory.device)]
-            + ([_gib(value) for value in (memory.own_copies, memory.backup_copies, memory.host)] if host else [])
+            + ([_gib(value) for value in _host_columns(memory)] if copied else [])
             for (stage, memory), workers in groups.items()
         ]
-        sums = "device memory, and host memory for the copies that elasticity keeps" if host else "device memory"
-        lines = [f"memory per worker in GiB: {sums}", _table(head, rows)]
-        if host:
-            lines.append(f"Copies take up to {_gib(self._largest_node(groups))} GiB of a node's host memory.")
+        sums = "device memory, and host memory for the copies that elasticity keeps" if copied else "device memory"
+        lines = [f"memory per worker in GiB: {sums}", _table([*head, *host] if copied else head, rows)]
+        if copied:
+            lines.append(
+                f"Copies (--elastic-snapshot {facts.snapshot}) take up to {_gib(self._largest_node(groups, 'host'))} "
+                f"GiB of a node's host memory, and {_gib(self._largest_node(groups, 'host_peak'))} GiB while a "
+                f"recovery goes on."
+            )
         lines.append(
             "Activations are an estimate, with attention fused unless --transformer-impl local is given. Not counted: "
             "the processes, libraries, communication, fragmentation."
@@ -198,13 +192,13 @@ class JobSheet:
             lines.append("On the CPU all of it is host memory." + self._unfused(job, shape, training))
         return "\n".join(lines)
 
-    def _largest_node(self, groups: Mapping[tuple[int, WorkerMemory], Sequence[int]]) -> int:
-        """Bytes of copies on the node that has most."""
+    def _largest_node(self, groups: Mapping[tuple[int, WorkerMemory], Sequence[int]], kind: str) -> int:
+        """Bytes of that kind on the node that has most."""
         node_of = {worker.worker: worker.node for worker in self._workers}
         nodes: Counter[int] = Counter()
         for (_, memory), workers in groups.items():
             for worker in workers:
-                nodes[node_of[worker]] += memory.host
+                nodes[node_of[worker]] += getattr(memory, kind)
         return max(nodes.values())
 
     def _unfused(self, job: JobSpec, shape: ModelShape, training: TrainingShape) -> str:
@@ -290,6 +284,10 @@ def _ranges(numbers: Iterable[int | None], *, ordered: bool = False) -> str:
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.3g}" if size < GIB else f"{size / GIB:.1f}"
+
+
+def _host_columns(memory: WorkerMemory) -> tuple[int, ...]:
+    return memory.own_copies, memory.backup_copies, memory.host, memory.host_peak
 
 
 def _count(number: int, noun: str) -> str:

@@ -64,6 +64,7 @@ def write_facts(
         platform=platform,
         added_flags=tuple(added),
         elastic=args.elastic,
+        snapshot=args.elastic_snapshot if args.elastic else "off",
         elastic_refusal=elastic_refusal,
         uncovered=uncovered,
         job=None if uncovered else describe_job(args, layers_of_stages(args, config)),

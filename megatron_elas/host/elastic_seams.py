@@ -10,12 +10,14 @@ from megatron_elas.host.between_steps import wrap_evaluate, wrap_execute_sync, w
 from megatron_elas.host.gradients import wrap_finalize_gradients, wrap_tied_embedding_reduce
 from megatron_elas.host.loaders import wrap_data_loaders
 from megatron_elas.host.logging_seams import wrap_print_rank_last
+from megatron_elas.host.loss_masks import wrap_sample
 from megatron_elas.host.optimizer_layout import (
     layer_layout,
     wrap_layer_init,
     wrap_optimizer_part,
     wrap_reshardable_state,
 )
+from megatron_elas.host.parameter_norm import wrap_parameter_norm
 from megatron_elas.host.patching import replace, use, wrap
 from megatron_elas.host.training_step import (
     wrap_backward_step,
@@ -143,6 +145,21 @@ ROWS = (
         "(build_train_valid_test_datasets_provider)",
         "reads the samples that the plan gives this cell, and can go back to the start of a step",
         wrap_data_loaders,
+    ),
+    wrap(
+        "elastic.sample",
+        "megatron.core.datasets.gpt_dataset:GPTDataset.__getitem__",
+        "(self, idx)",
+        "0.19.2 keeps the first sample's padding in the mask that it uses for all samples of the process, so losses "
+        "depend on who reads what",
+        wrap_sample,
+    ),
+    wrap(
+        "elastic.parameter-norm",
+        "megatron.training.utils.common_utils:calc_params_l2_norm",
+        "(model, force_create_fp32_copy=False)",
+        "sums over the model-parallel group, in which stages with more cells count more often after a loss",
+        wrap_parameter_norm,
     ),
     wrap(
         "elastic.optimizer-part",

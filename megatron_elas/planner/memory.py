@@ -8,8 +8,18 @@ Per worker, in bytes::
     gradients   g P                 g = 4 when reduced in fp32, else e
     optimizer   12 P / D            fp32 master and Adam's two moments; 8 P / D when weights are fp32, being masters
                                     themselves. Not divided by D without the distributed optimizer
-    copies      24 P / D            host memory, with --elastic only: two versions of master and moments in fp32
-                                    (runtime.store.ShardStore); once of the own shard, once for every ward's
+
+and with --elastic in host memory, for S = P / D elements of an own shard and S_w of a ward's (runtime.store)::
+
+    replay      own 4 S             the reduced gradients on their way to the backups
+                per ward 16 S_w     master and both moments in fp32, and the gradients they are updated with
+    copy        own 24 S            two versions of master and moments
+                per ward 24 S_w     the same
+    off         nothing
+
+While a recovery goes on there are shards of both layouts. When a cell is lost S grows to S' = P / (D - 1), and beyond
+the above a worker needs 12 (S + S') + 4 S' + 16 S_w' per ward with ``replay``, and 12 S' + 12 S_w' per ward with
+``copy``. With D = 1 the lost stage's layers go to others; then S' = S + the largest shard of another stage.
 
 Sources: the first three are the table of Megatron Core's guide on the distributed optimizer (bf16 weights, fp32
 gradients: 6 + 12 / D bytes). Activations follow V. Korthikanti et al., "Reducing Activation Recomputation in Large
@@ -17,16 +27,21 @@ Transformer Models" (arXiv 2205.05198), section 4 and table 2, term by term, so 
 widths and fp32 fit in; for GPT's layer in 16 bits with dropout they add up to the paper's ``s b h (34 + 5 a s / h)``.
 With 1F1B stage ``s`` of ``S`` holds ``min(S - s, micro-batches)`` forward passes at once.
 
-Not counted: the process itself and its libraries, communication buffers, workspaces, fragmentation, and what a recovery
-needs for a moment.
+Not counted: the process itself and its libraries, communication buffers, workspaces, fragmentation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.shape import ModelShape, TrainingShape
 from megatron_elas.spec.shards import SLOTS, VERSIONS
+
+FP32 = 4
+"""Bytes of an element of everything that is kept for others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +56,11 @@ class WorkerMemory:
     activations: int
     """An estimate; the others are exact but for padding."""
     own_copies: int
-    """Host memory."""
+    """Host memory: of the own shard, or of its gradients."""
     backup_copies: int
     """Host memory: what is kept for wards."""
+    recovery: int
+    """Host memory beyond these copies while a recovery from the loss of a cell goes on."""
 
     @property
     def device(self) -> int:
@@ -54,6 +71,11 @@ class WorkerMemory:
     def host(self) -> int:
         """What elasticity keeps in host memory."""
         return self.own_copies + self.backup_copies
+
+    @property
+    def host_peak(self) -> int:
+        """The most host memory that elasticity takes."""
+        return self.host + self.recovery
 
 
 def count_parameters(shape: ModelShape, stage: int, tensor_parallel: int) -> int:
@@ -91,6 +113,43 @@ def total_parameters(shape: ModelShape) -> int:
     return per_stage - (shape.vocab * shape.hidden if copied else 0)
 
 
+def plan_memory(
+    plan: ElasticPlan, job: JobSpec, shape: ModelShape, training: TrainingShape, snapshot: str
+) -> dict[int, WorkerMemory]:
+    """Memory of every worker of a job that starts with this plan.
+
+    Args:
+        plan: Of epoch 0.
+        job: Its grid and batch.
+        shape: Of the model.
+        training: Of the run.
+        snapshot: How copies are kept: "replay", "copy", or "off" (also for a run that is not elastic).
+    """
+    placement = plan.placement
+
+    def shard(worker: int, lost: int) -> int:
+        """Elements of the worker's shard when its stage has lost so many cells."""
+        stage = placement.seat(worker).stage
+        return _shard(shape, training, stage, job.tensor_parallel, len(placement.stages[stage]) - lost)
+
+    memories = {}
+    for worker in placement.workers:
+        wards = plan.wards_of(worker)
+        memories[worker] = estimate_memory(
+            shape,
+            training,
+            stage=placement.seat(worker).stage,
+            tensor_parallel=job.tensor_parallel,
+            cells=len(placement.stages[placement.seat(worker).stage]),
+            micro_batch_size=job.micro_batch_size,
+            micro_batches=len(plan.items_of(worker)),
+            snapshot=snapshot,
+            wards=[shard(ward, 0) for ward in wards],
+            later_wards=[shard(ward, 1) for ward in wards],
+        )
+    return memories
+
+
 def estimate_memory(
     shape: ModelShape,
     training: TrainingShape,
@@ -100,7 +159,9 @@ def estimate_memory(
     cells: int,
     micro_batch_size: int,
     micro_batches: int,
-    wards: int | None,
+    snapshot: str,
+    wards: Iterable[int],
+    later_wards: Iterable[int],
 ) -> WorkerMemory:
     """Memory of one worker of a stage.
 
@@ -112,11 +173,20 @@ def estimate_memory(
         cells: Of the stage.
         micro_batch_size: Samples in a micro-batch.
         micro_batches: That the cell runs in one step.
-        wards: Workers whose copies it keeps; None when the run is not elastic, and no copies are made at all.
+        snapshot: See ``plan_memory``.
+        wards: Elements of the shard of each worker whose copies it keeps.
+        later_wards: The same after their stage has lost a cell.
     """
     parameters = count_parameters(shape, stage, tensor_parallel)
-    shard = -(-parameters // cells) if training.sharded_optimizer else parameters
-    copies = 0 if wards is None else VERSIONS * len(SLOTS) * 4 * shard
+    shard = _shard(shape, training, stage, tensor_parallel, cells)
+    later = _shard(shape, training, stage, tensor_parallel, cells - 1)
+    own = kept = recovery = 0
+    if snapshot == "copy":
+        own, kept = VERSIONS * _flat(shard), VERSIONS * sum(map(_flat, wards))
+        recovery = _flat(later) + sum(map(_flat, later_wards))
+    elif snapshot == "replay":
+        own, kept = FP32 * shard, sum(_flat(ward) + FP32 * ward for ward in wards)
+        recovery = _flat(shard) + _flat(later) + FP32 * later + sum(_flat(ward) + FP32 * ward for ward in later_wards)
     return WorkerMemory(
         parameters=parameters,
         weights=training.weight_bytes * parameters,
@@ -125,9 +195,25 @@ def estimate_memory(
         activations=estimate_activations(
             shape, training, stage, tensor_parallel, micro_batch_size=micro_batch_size, micro_batches=micro_batches
         ),
-        own_copies=copies,
-        backup_copies=copies * (wards or 0),
+        own_copies=own,
+        backup_copies=kept,
+        recovery=recovery,
     )
+
+
+def _flat(elements: int) -> int:
+    """Bytes of master, moments and step of a shard."""
+    return FP32 * (len(SLOTS) * elements + 1)
+
+
+def _shard(shape: ModelShape, training: TrainingShape, stage: int, tensor_parallel: int, cells: int) -> int:
+    """Elements that a worker owns of a stage with so many cells; none: the stage is lost, and its layers are moved."""
+    if cells == 0:
+        others = [number for number in range(len(shape.layers)) if number != stage]
+        more = (_shard(shape, training, number, tensor_parallel, 1) for number in others)
+        return _shard(shape, training, stage, tensor_parallel, 1) + max(more, default=0)
+    parameters = count_parameters(shape, stage, tensor_parallel)
+    return -(-parameters // cells) if training.sharded_optimizer else parameters
 
 
 def estimate_activations(

@@ -66,6 +66,8 @@ class RunFacts:
     added_flags: tuple[str, ...]
     """Words that the entry added to the command line because of the platform."""
     elastic: bool
+    snapshot: str
+    """How copies of optimizer state are kept: replay, copy or off; off for a run that is not elastic."""
     elastic_refusal: str | None
     """Why this machine would refuse --elastic, whether it was given or not."""
     uncovered: tuple[str, ...]

@@ -56,7 +56,11 @@ def test_grid_memory_and_environment_of_a_job_of_two_nodes_are_told() -> None:
         ("0", "0-1", "0.1 M"),
         ("1", "2-3", "0.1 M"),
     ]
-    assert "own copies" in memory[0]
+    assert "own staging" in memory[0]
+    assert float(memory[0]["in a recovery"]) > float(memory[0]["backups"]) > 0
+    assert re.search(
+        r"Copies \(--elastic-snapshot replay\) take up to [\d.e-]+ GiB of a node's host memory", outcome.out
+    )
     environment = rows(outcome.out, "LOCAL_RANK")
     assert [(row["RANK"], row["LOCAL_RANK"], row["ELAS_WORKER"], row["ELAS_DOMAIN"]) for row in environment] == [
         ("0", "0", "0", "node0"),

@@ -1,6 +1,8 @@
-"""Data with documents of few tokens, so that masks at their ends leave samples with different numbers of tokens.
+"""Data that leave samples with different numbers of tokens that count, to be masked in two ways.
 
-Run as a program with the prefix of the .bin/.idx pair to write.
+Run as a program with a prefix: writes PREFIX.bin and PREFIX.idx, documents of few tokens, whose ends --eod-mask-loss
+masks, and PREFIX-answers.bin and PREFIX-answers.idx, where prompts are made of a token that
+``--null-tokenizer-pad-id`` masks, as in fine-tuning.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import torch
 
 END = 254
 """NullTokenizer's end of a document with ``--vocab-size 255``."""
+PROMPT = 253
+"""Every token of a prompt, in the data with answers."""
 NUM_DOCUMENTS = 4000
 
 
@@ -29,5 +33,20 @@ def write(prefix: str) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
+def write_answers(prefix: str) -> None:
+    """Prompts of 1 to 120 tokens, some longer than a sample, each with an answer of 1 to 30 tokens."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    random = numpy.random.default_rng(8)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    for _ in range(NUM_DOCUMENTS):
+        prompt, answer = min(120, int(random.geometric(0.07))), min(30, int(random.geometric(0.1)))
+        first, stride = random.integers(0, PROMPT), random.integers(1, 5)
+        tokens = (first + stride * numpy.arange(answer)) % PROMPT
+        builder.add_document(torch.tensor([*[PROMPT] * prompt, *tokens, END]), [prompt + answer + 1])
+    builder.finalize(f"{prefix}.idx")
+
+
 if __name__ == "__main__":
     write(sys.argv[1])
+    write_answers(f"{sys.argv[1]}-answers")

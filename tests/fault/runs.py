@@ -106,18 +106,21 @@ def run_job(
     faults: Sequence[str] = (),
     versions: Sequence[int] = (),
     model: Sequence[str] = MODEL,
-    steps: int = STEPS,
+    steps: int | None = STEPS,
     batch: int = 8,
     timeout_s: float = 100,
     launcher_flags: Sequence[str] = (),
 ) -> Run:
-    """Train a small model on ``workers`` workers with --elastic; ``folder`` is made and filled."""
+    """Train a small model on ``workers`` workers with --elastic; ``folder`` is made and filled.
+
+    With ``steps=None`` the flags say how long.
+    """
     elastic = ["--elastic", f"--elastic-sample-log={folder / 'samples'}"]
     for fault in faults:
         elastic += ["--elastic-inject", fault]
     command = [
         *launcher(workers), *launcher_flags, "--preload=megatron_elas.pretrain_gpt:preload", str(RECORDER), *model,
-        f"--train-iters={steps}", f"--global-batch-size={batch}", *elastic, *flags,
+        *([] if steps is None else [f"--train-iters={steps}"]), f"--global-batch-size={batch}", *elastic, *flags,
     ]  # fmt: skip
     return run_command(command, folder, versions, timeout_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,12 +112,36 @@ def test_memory_of_training_workers_is_as_told(tmp_path: Path, precision: str) -
     )  # fmt: skip
     for worker in range(4):
         measured = json.loads((tmp_path / "run" / f"memory.{worker}.json").read_text())
+        shards = [count_parameters(shape, measured["stage"], 1) // 2]
         told = estimate_memory(
             shape, training, stage=measured["stage"], tensor_parallel=1, cells=2, micro_batch_size=1, micro_batches=1,
-            wards=1,
+            snapshot="copy", wards=shards, later_wards=[2 * shards[0]],
         )  # fmt: skip
         for kind in ("weights", "gradients", "optimizer", "own_copies", "backup_copies"):
             assert getattr(told, kind) == pytest.approx(measured[kind], rel=0.01), (worker, kind)
         norms = 2 * shape.layers[measured["stage"]] + measured["stage"]
         unfused = 4 * shape.sequence * (norms * shape.hidden + shape.layers[measured["stage"]] * shape.ffn)
         assert told.activations + unfused == pytest.approx(measured["activations"], rel=0.05), worker
+
+
+HUGE = shlex.split(
+    "--num-layers 48 --hidden-size 16384 --num-attention-heads 64 --seq-length 64 --max-position-embeddings 64 "
+    "--use-distributed-optimizer --micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 1e-3 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 512 --eval-interval 1000 --eval-iters 0 --elastic"
+)
+"""150 billion parameters: 1.8 TiB for weights and gradients of two workers."""
+
+
+def test_a_job_that_does_not_fit_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    run = run_command([*launcher(2), "-m", "megatron_elas.pretrain_gpt", *HUGE], tmp_path / "run", (), 100)
+    assert run.code == 2, run.output[-3000:]
+    told = [line for line in run.output.splitlines() if line.startswith("megatron_elas: host memory")]
+    assert len(told) == 1
+    assert re.search(
+        r"host memory is too small for workers 0-1: [\d.]+ GiB = [\d.]+ GiB for training, [\d.]+ GiB for copies of "
+        r"optimizer state \(--elastic-snapshot replay\) and [\d.]+ GiB more while a recovery goes on; available are "
+        r"[\d.]+ GiB \(.*\): start fewer workers on this node, raise the limit, or keep fewer copies with "
+        r"--elastic-snapshot off$",
+        told[0],
+    ), told[0]
+    assert "building GPT model" not in run.output and "Traceback" not in run.output

@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_elas.planner.memory import count_parameters, estimate_activations, estimate_memory, total_parameters
+from megatron_elas.planner.memory import (
+    count_parameters,
+    estimate_activations,
+    estimate_memory,
+    plan_memory,
+    total_parameters,
+)
+from megatron_elas.planner.plan import initial_plan
+from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.shape import ModelShape, TrainingShape
 
 S, B, H, A = 2048, 4, 6144, 64
@@ -70,18 +78,63 @@ def test_bytes_per_parameter_are_those_of_megatrons_guide(cells: int) -> None:
     assert bytes_per_parameter(full) == pytest.approx(8 + 8 / cells)
 
 
-def memory_of(shape: ModelShape, training: TrainingShape, *, cells: int, stage: int = 0, wards: int | None = None):  # type: ignore[no-untyped-def]
+def memory_of(  # type: ignore[no-untyped-def]
+    shape: ModelShape, training: TrainingShape, *, cells: int, stage: int = 0, snapshot: str = "off", wards: int = 0
+):
+    """Of a worker that keeps copies for so many others of its stage."""
+    parameters = count_parameters(shape, stage, 1)
     return estimate_memory(
-        shape, training, stage=stage, tensor_parallel=1, cells=cells, micro_batch_size=B, micro_batches=8, wards=wards
-    )
+        shape, training, stage=stage, tensor_parallel=1, cells=cells, micro_batch_size=B, micro_batches=8,
+        snapshot=snapshot, wards=[parameters // cells] * wards, later_wards=[parameters // max(1, cells - 1)] * wards,
+    )  # fmt: skip
 
 
-def test_copies_are_two_versions_of_three_fp32_values_per_element_of_a_shard_and_of_each_wards() -> None:
-    memory = memory_of(GPT, MIXED, cells=2, wards=3)
-    assert memory.own_copies == pytest.approx(2 * 3 * 4 * memory.parameters / 2)
-    assert memory.backup_copies == 3 * memory.own_copies
-    assert memory.host == 4 * memory.own_copies
-    assert memory_of(GPT, MIXED, cells=2, wards=None).host == 0
+@pytest.mark.parametrize("cells", [2, 4])
+def test_copies_are_two_versions_of_three_fp32_values_per_element_of_a_shard_and_of_each_wards(cells: int) -> None:
+    memory = memory_of(GPT, MIXED, cells=cells, snapshot="copy", wards=3)
+    assert memory.own_copies == pytest.approx(2 * 3 * 4 * memory.parameters / cells)
+    assert memory.backup_copies == pytest.approx(3 * memory.own_copies)
+    assert memory.host == memory.own_copies + memory.backup_copies
+    # A new version of all, cut for one cell less.
+    assert memory.recovery == pytest.approx(4 * 3 * 4 * memory.parameters / (cells - 1))
+
+
+@pytest.mark.parametrize("cells", [2, 4])
+def test_replay_keeps_one_version_of_each_wards_shard_and_gradients_on_their_way(cells: int) -> None:
+    memory = memory_of(GPT, MIXED, cells=cells, snapshot="replay", wards=2)
+    assert memory.own_copies == pytest.approx(4 * memory.parameters / cells)
+    assert memory.backup_copies == pytest.approx(2 * (3 + 1) * 4 * memory.parameters / cells)
+    both_own = 3 * 4 * memory.parameters * (1 / cells + 1 / (cells - 1))
+    assert memory.recovery == pytest.approx(both_own + (4 + 2 * 16) * memory.parameters / (cells - 1))
+    assert memory.host_peak == memory.host + memory.recovery
+
+
+def test_nothing_is_kept_without_snapshots() -> None:
+    memory = memory_of(GPT, MIXED, cells=2)
+    assert (memory.host, memory.recovery) == (0, 0)
+
+
+JOB = JobSpec(tensor_parallel=1, pipeline_parallel=2, data_parallel=2, micro_batch_size=B, num_microbatches=8)
+
+
+def test_every_worker_of_a_plan_has_the_copies_of_those_it_backs_up() -> None:
+    shape = replace(GPT, layers=(30, 18), tied=False)
+    plan = initial_plan(JOB, {worker: f"worker{worker}" for worker in range(4)})
+    memories = plan_memory(plan, JOB, shape, MIXED, "replay")
+    assert memories.keys() == {0, 1, 2, 3}
+    assert memories[0] == memories[1] and memories[2] == memories[3]
+    assert memories[0].host > memories[2].host > 0
+    for worker, memory in memories.items():
+        stage = plan.placement.seat(worker).stage
+        expected = memory_of(shape, MIXED, cells=2, stage=stage, snapshot="replay", wards=1)
+        assert (memory.host, memory.recovery) == (expected.host, expected.recovery)
+
+
+def test_when_a_stage_has_one_cell_its_layers_move_to_a_worker_that_has_room_for_both() -> None:
+    shape = replace(GPT, layers=(30, 18), tied=False)
+    memory = memory_of(shape, MIXED, cells=1, snapshot="replay")
+    both = sum(count_parameters(shape, stage, 1) for stage in range(2))
+    assert memory.recovery == pytest.approx(3 * 4 * (memory.parameters + both) + 4 * both)
 
 
 def test_stages_differ_by_embedding_head_and_the_passes_they_hold() -> None:
