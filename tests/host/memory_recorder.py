@@ -1,11 +1,13 @@
 """Run by ``elasrun``: ``pretrain_gpt``, which at its end writes down the memory that each worker holds.
 
 In the folder ELAS_TEST_OUT, ``memory.W.json``: where the worker sits, and bytes by kind. Activations are what autograd
-keeps of the first micro-batch, each storage once, without the parameters.
+keeps of the first micro-batch, each storage once, without the parameters. "tensors" are those of all tensors after each
+step, and "tensors in recovery" when the first step after one is done, with old and new copies there.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elas import pretrain_gpt
+from tests.fault.footprint import count_tensor_bytes
 
 
 def main() -> int:
@@ -21,9 +24,14 @@ def main() -> int:
     from megatron.core.models.gpt import GPTModel
 
     from megatron_elas import worker
+    from megatron_elas.runtime.session import Session
+    from megatron_elas.runtime.state import WorkerState
 
     finish, forward = worker.finish, GPTModel.forward
+    run_step, retire = Session.run_step, WorkerState.retire_old_layouts
     kept: dict[int, int] = {}
+    tensors: list[int] = []
+    in_recovery: list[int] = []
 
     def first_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
         from torch.autograd.graph import saved_tensors_hooks
@@ -37,6 +45,16 @@ def main() -> int:
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    def record_step(session: Any, step: int, body: Any) -> Any:
+        outcome = run_step(session, step, body)
+        tensors.append(count_tensor_bytes(gc.get_objects()))
+        return outcome
+
+    def record_recovery(state: Any) -> None:
+        if len(state.stores) > 1:
+            in_recovery.append(count_tensor_bytes(gc.get_objects()))
+        retire(state)
+
     def record_end() -> None:
         from megatron_elas.host.attachment import attachment
 
@@ -45,11 +63,14 @@ def main() -> int:
         for buffer in all_buffers(attached):
             kept.pop(buffer.param_data.untyped_storage().data_ptr(), None)
         sizes["activations"] = sum(kept.values())
+        sizes |= {"tensors": tensors, "tensors in recovery": in_recovery}
         path = Path(os.environ["ELAS_TEST_OUT"]) / f"memory.{attached.worker}.json"
         path.write_text(json.dumps(sizes))
         finish()
 
     GPTModel.forward = first_forward
+    Session.run_step = record_step  # type: ignore[method-assign]
+    WorkerState.retire_old_layouts = record_recovery  # type: ignore[method-assign]
     worker.finish = record_end
     return pretrain_gpt.main()
 
@@ -61,7 +82,7 @@ def all_buffers(attached: Any) -> list[Any]:
     return list(buffers_of(attached.host._model))
 
 
-def measure(attached: Any) -> dict[str, int]:
+def measure(attached: Any) -> dict[str, Any]:
     """Stage, and bytes by kind."""
     import torch
 

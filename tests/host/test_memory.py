@@ -6,14 +6,16 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from megatron_elas.planner.memory import count_parameters, estimate_memory, total_parameters
+from megatron_elas.planner.memory import WorkerMemory, count_parameters, estimate_memory, total_parameters
 from megatron_elas.spec.shape import ModelShape, TrainingShape
-from tests.fault.runs import launcher, run_command
+from tests.fault.runs import Run, launcher, run_command
 from tests.forker import Forker, running_forker
 
 pytestmark = pytest.mark.process
@@ -84,11 +86,44 @@ WIDE = shlex.split(
     "--num-layers 4 --hidden-size 256 --ffn-hidden-size 704 --num-attention-heads 8 --seq-length 128 "
     "--max-position-embeddings 128 --normalization RMSNorm --position-embedding-type rope --swiglu "
     "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
-    "--use-distributed-optimizer --micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 1e-3 "
+    "--use-distributed-optimizer --micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-3 "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 4096 --log-interval 1 --eval-interval 1000 "
-    "--eval-iters 0 --num-workers 0 --pipeline-model-parallel-size 2 --elastic"
+    "--eval-iters 0 --num-workers 0 --elastic"
 )
 """Wide enough for the padding of buckets to be small: 128 to 512 elements beside 800 000 in a layer."""
+
+
+TWO_STAGES = ModelShape(
+    layers=(2, 2), hidden=256, ffn=704, heads=8, kv_heads=8, head_size=32, vocab=4096, positions=0, sequence=128,
+    norm_vectors=1, qk_norm=False, gated=True, linear_bias=False, qkv_bias=False, tied=False,
+)  # fmt: skip
+ONE_STAGE = replace(TWO_STAGES, layers=(4,))
+
+
+def train(folder: Path, *flags: str) -> Run:
+    """The wide model on four workers."""
+    command = [*launcher(4), "--preload=megatron_elas.pretrain_gpt:preload", RECORDER, *WIDE, *flags]
+    run = run_command(command, folder, (), 100)
+    assert run.code == 0, run.output[-4000:]
+    return run
+
+
+def measured(run: Run) -> dict[int, dict[str, Any]]:
+    """What the workers that came to the end wrote, by worker."""
+    return {int(path.suffixes[0][1:]): json.loads(path.read_text()) for path in run.folder.glob("memory.*.json")}
+
+
+def foretell(shape: ModelShape, stage: int, cells: int, snapshot: str, precision: str = "fp32") -> WorkerMemory:
+    """Of a worker with one ward of its own stage."""
+    training = TrainingShape(
+        weight_bytes=2 if precision == "bf16" else 4, gradient_bytes=4, sharded_optimizer=True, sequence_parallel=False,
+        recompute="none", hidden_dropout=False, attention_dropout=False, keeps_scores=True,
+    )  # fmt: skip
+    parameters = count_parameters(shape, stage, 1)
+    return estimate_memory(
+        shape, training, stage=stage, tensor_parallel=1, cells=cells, micro_batch_size=1, micro_batches=1,
+        snapshot=snapshot, wards=[parameters // cells], later_wards=[parameters // (cells - 1)],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
@@ -99,29 +134,36 @@ def test_memory_of_training_workers_is_as_told(tmp_path: Path, precision: str) -
     is applied, and the gate after its SiLU. That is added here.
     """
     flags = ["--bf16"] if precision == "bf16" else []
-    command = [*launcher(4), "--preload=megatron_elas.pretrain_gpt:preload", RECORDER, *WIDE, *flags]
-    run = run_command(command, tmp_path / "run", (), 100)
-    assert run.code == 0, run.output[-4000:]
-    shape = ModelShape(
-        layers=(2, 2), hidden=256, ffn=704, heads=8, kv_heads=8, head_size=32, vocab=4096, positions=0, sequence=128,
-        norm_vectors=1, qk_norm=False, gated=True, linear_bias=False, qkv_bias=False, tied=False,
-    )  # fmt: skip
-    training = TrainingShape(
-        weight_bytes=2 if flags else 4, gradient_bytes=4, sharded_optimizer=True, sequence_parallel=False,
-        recompute="none", hidden_dropout=False, attention_dropout=False, keeps_scores=True,
-    )  # fmt: skip
-    for worker in range(4):
-        measured = json.loads((tmp_path / "run" / f"memory.{worker}.json").read_text())
-        shards = [count_parameters(shape, measured["stage"], 1) // 2]
-        told = estimate_memory(
-            shape, training, stage=measured["stage"], tensor_parallel=1, cells=2, micro_batch_size=1, micro_batches=1,
-            snapshot="copy", wards=shards, later_wards=[2 * shards[0]],
-        )  # fmt: skip
+    sizes = measured(train(tmp_path / "run", "--pipeline-model-parallel-size=2", *flags))
+    assert sizes.keys() == {0, 1, 2, 3}
+    for worker, size in sizes.items():
+        shape, stage = TWO_STAGES, size["stage"]
+        told = foretell(shape, stage, 2, "replay", precision)
         for kind in ("weights", "gradients", "optimizer", "own_copies", "backup_copies"):
-            assert getattr(told, kind) == pytest.approx(measured[kind], rel=0.01), (worker, kind)
-        norms = 2 * shape.layers[measured["stage"]] + measured["stage"]
-        unfused = 4 * shape.sequence * (norms * shape.hidden + shape.layers[measured["stage"]] * shape.ffn)
-        assert told.activations + unfused == pytest.approx(measured["activations"], rel=0.05), worker
+            assert getattr(told, kind) == pytest.approx(size[kind], rel=0.01), (worker, kind)
+        norms = 2 * shape.layers[stage] + stage
+        unfused = 4 * shape.sequence * (norms * shape.hidden + shape.layers[stage] * shape.ffn)
+        assert told.activations + unfused == pytest.approx(size["activations"], rel=0.05), worker
+
+
+@pytest.mark.parametrize("snapshot", ["replay", pytest.param("copy", marks=pytest.mark.slow)])
+def test_memory_of_a_recovery_is_as_told(tmp_path: Path, snapshot: str) -> None:
+    """Of all tensors of a worker, with both layouts there and the new optimizer in use: to 2 % (padding)."""
+    fault = "kill:worker=2@step=2,phase=backward,microbatch=0"
+    run = train(tmp_path / "run", f"--elastic-snapshot={snapshot}", "--elastic-inject", fault)
+    assert run.fired == [fault]
+    before, after = (foretell(ONE_STAGE, 0, cells, snapshot) for cells in (4, 3))
+    sizes = measured(run)
+    assert sizes.keys() == {0, 1, 3}
+    for worker, size in sizes.items():
+        steady, (peak,) = size["tensors"][1], size["tensors in recovery"]
+        more = peak - steady
+        assert more == pytest.approx(before.recovery + after.optimizer - before.optimizer, rel=0.02), worker
+        own = steady - before.weights - before.gradients - before.optimizer
+        assert own == pytest.approx(before.host, rel=0.02), worker
+        assert size["tensors"][-1] - steady == pytest.approx(
+            after.host + after.optimizer - before.host - before.optimizer, rel=0.05
+        )
 
 
 HUGE = shlex.split(
