@@ -70,7 +70,8 @@ FLAG_SETS = (
     FlagSet(
         name="groups", style="gpt", tied=True, quick=True, second="kill:worker=0@step=5,phase=evaluate,microbatch=1",
         flags="--decoupled-lr=5e-4 --decoupled-min-lr=1e-5 --start-weight-decay=0.01 --end-weight-decay=0.3 "
-        "--weight-decay-incr-style=linear --clip-grad=0.05 --log-num-zeros-in-grad --overlap-grad-reduce "
+        "--weight-decay-incr-style=linear --clip-grad=0.05 --log-num-zeros-in-grad --log-params-norm "
+        "--overlap-grad-reduce "
         "--overlap-param-gather",
     ),
     FlagSet(
@@ -89,7 +90,7 @@ FLAG_SETS = (
         first="kill:worker=3@step=3,phase=backward,microbatch=1",
         second="kill:worker=0@step=5,phase=forward,microbatch=0",
         flags="--bf16 --accumulate-allreduce-grads-in-fp32 --sequence-parallel "
-        "--recompute-granularity=full --recompute-method=block --recompute-num-layers=1",
+        "--recompute-granularity=full --recompute-method=block --recompute-num-layers=1 --log-params-norm",
     ),
     FlagSet(
         name="answers-per-token", counted="answers", quick=True, first="kill:worker=2@step=3,phase=commit",
@@ -115,7 +116,7 @@ FLAG_SETS = (
         name="saved-activations", tensor=2, pipeline=1, data=2, style="gpt",
         first="kill:worker=3@step=3,phase=backward,microbatch=2", second="",
         flags="--recompute-granularity=full --recompute-method=uniform --recompute-num-layers=2 "
-        "--distribute-saved-activations --clip-grad=0",
+        "--distribute-saved-activations --clip-grad=0 --log-params-norm",
     ),
     FlagSet(
         name="logging", first="kill:worker=3@step=3,phase=between",
