@@ -86,4 +86,5 @@ def describe_job(args: Any, stage_layers: Sequence[int]) -> JobSpec:
         micro_batch_size=args.micro_batch_size,
         num_microbatches=args.global_batch_size // args.micro_batch_size,
         stage_layers=tuple(stage_layers),
+        snapshot_replicas=args.elastic_snapshot_replicas if args.elastic_snapshot != "off" else 0,
     )

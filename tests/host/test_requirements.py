@@ -37,6 +37,8 @@ def test_a_covered_run_passes_and_its_job_is_described() -> None:
     check_elastic_arguments(arguments(), "cpu")
     job = describe_job(arguments(), (3, 5))
     assert (job.world_size, job.num_microbatches, job.micro_batch_size, job.num_layers) == (4, 8, 2, 8)
+    assert job.snapshot_replicas == 1
+    assert describe_job(arguments(elastic_snapshot="off"), (3, 5)).snapshot_replicas == 0
 
 
 def test_other_platforms_are_refused() -> None:
