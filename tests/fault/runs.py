@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_elas.host.sample_log import read_samples
+from tests.fault.warm_launcher import WarmLauncher
 
 REPO = Path(__file__).resolve().parents[2]
 RECORDER = Path(__file__).parent / "recorder.py"
@@ -41,6 +42,8 @@ MODEL = (
     *TRAINING,
 )
 """The model unless a test names another, its data and its training."""
+PYTHON_PART = 3
+"""Words of a command of ``launcher`` that come before the arguments of ``elasrun``."""
 QUICK_TIMEOUTS = ("--heartbeat-interval-s=0.2", "--heartbeat-timeout-s=3", "--settle-timeout-s=20", "--grace-s=2")
 
 
@@ -51,6 +54,8 @@ class Run:
     code: int
     output: str
     folder: Path
+    left: tuple[str, ...] = ()
+    """Processes that were there after the launcher had ended; seen by a warm launcher only."""
 
     @property
     def iterations(self) -> list[int]:
@@ -110,10 +115,13 @@ def run_job(
     batch: int = 8,
     timeout_s: float = 100,
     launcher_flags: Sequence[str] = (),
+    warm: WarmLauncher | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> Run:
     """Train a small model on ``workers`` workers with --elastic; ``folder`` is made and filled.
 
     With ``steps=None`` the flags say how long.
+    ``warm`` launches the job in the place of a new Python; ``environ`` is added to the environment.
     """
     elastic = ["--elastic", f"--elastic-sample-log={folder / 'samples'}"]
     for fault in faults:
@@ -122,7 +130,7 @@ def run_job(
         *launcher(workers), *launcher_flags, "--preload=megatron_elas.pretrain_gpt:preload", str(RECORDER), *model,
         *([] if steps is None else [f"--train-iters={steps}"]), f"--global-batch-size={batch}", *elastic, *flags,
     ]  # fmt: skip
-    return run_command(command, folder, versions, timeout_s)
+    return run_command(command, folder, versions, timeout_s, warm, environ)
 
 
 def run_stock(
@@ -148,7 +156,14 @@ def launcher(workers: int) -> list[str]:
     return [sys.executable, "-m", "megatron_elas.cli.elasrun", f"--nproc-per-node={workers}", *QUICK_TIMEOUTS]
 
 
-def run_command(command: Sequence[str], folder: Path, versions: Sequence[int], timeout_s: float) -> Run:
+def run_command(
+    command: Sequence[str],
+    folder: Path,
+    versions: Sequence[int],
+    timeout_s: float,
+    warm: WarmLauncher | None = None,
+    more: Mapping[str, str] | None = None,
+) -> Run:
     """Run to the end and keep the output."""
     folder.mkdir(parents=True)
     environment = {
@@ -157,7 +172,13 @@ def run_command(command: Sequence[str], folder: Path, versions: Sequence[int], t
         "PYTHONWARNINGS": "ignore",
         "ELAS_TEST_OUT": str(folder),
         "ELAS_TEST_VERSIONS": ",".join(map(str, versions)),
+        **(more or {}),
     }
+    if warm is not None:
+        ended = warm.run(command[PYTHON_PART:], environment, folder / "output", timeout_s)
+        output = (folder / "output").read_text(errors="replace")
+        assert not ended.out_of_time, f"not finished after {timeout_s} s:\n{output[-6000:]}"
+        return Run(code=ended.code, output=output, folder=folder, left=tuple(ended.left))
     with subprocess.Popen(
         command, env=environment, cwd=REPO, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
