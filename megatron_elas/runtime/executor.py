@@ -78,7 +78,8 @@ class Executor:
 
         Args:
             order: What to do.
-            loop_step: The step that this worker's training loop is in; names the place for fault scripts.
+            loop_step: The step that this worker's training loop is in; names the place for fault scripts, unless it
+                is a spare, whose loop has stood still.
 
         Returns:
             Marks of the phases done here and the bytes sent.
@@ -114,17 +115,18 @@ class Executor:
             self._groups.open_links()
         marks["groups"] = time.time()
 
-        self._strike(loop_step, "recovery", None)
-        self._strike(loop_step, "recovery-restore", None)
+        place = loop_step if base is not None else settlement.resume_step
+        self._strike(place, "recovery", None)
+        self._strike(place, "recovery-restore", None)
         store, moved_bytes = self._restore(base_plan, base, plan, settlement, alive)
         marks["restore"] = time.time()
         if store is not None:
             self._pool.renew(store, settlement.resume_step)  # on its way while the optimizer is built
-            self._strike(loop_step, "recovery-rebuild", None)
+            self._strike(place, "recovery-rebuild", None)
             self._rebuild(plan, store, settlement.resume_step)
             marks["rebuild"] = time.time()
             self._pool.wait()
-            self._strike(loop_step, "recovery-verify", None)
+            self._strike(place, "recovery-verify", None)
             self._verify(plan, settlement.resume_step)
             marks["verify"] = time.time()
         else:

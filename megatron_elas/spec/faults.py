@@ -86,7 +86,7 @@ class Fault:
     worker: int
     step: int
     """Counted from 0 over the whole training. In a recovery, the step of the first fault: the worker struck
-    second may have left it already."""
+    second may be one ahead or behind."""
     phase: FaultPhase
     microbatch: int | None = None
     """Counted over what the worker runs in one step or evaluation, from 0; None means its first."""
@@ -101,8 +101,8 @@ class Fault:
 
     def strikes_at(self, step: int, phase: FaultPhase, microbatch: int | None = None) -> bool:
         """Whether the place is the fault's own. ``step``: of the worker's training loop."""
-        steps = (self.step, self.step + 1) if self.phase in RECOVERY_PHASES else (self.step,)
-        return step in steps and self.phase == phase and self.microbatch in (None, microbatch)
+        apart = 1 if self.phase in RECOVERY_PHASES else 0
+        return abs(step - self.step) <= apart and self.phase == phase and self.microbatch in (None, microbatch)
 
 
 def parse_fault(text: str) -> Fault:

@@ -83,13 +83,15 @@ def running_warm_launcher() -> Iterator[WarmLauncher]:
 def _serve() -> None:
     import gc
 
-    from megatron_elas.cli import elasrun  # noqa: F401  (for all forks)
+    import megatron_elas.cli.elasrun
     from megatron_elas.pretrain_gpt import preload
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Megatron prints while importing is no answer
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     preload()
+    import megatron_elas.worker  # noqa: F401  (what every worker imports: once for all)
+
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
