@@ -2,7 +2,7 @@
 
 In the folder ELAS_TEST_OUT: ``final.W.pt`` at the end of training, ``walk.E.W.pt`` after the first step committed in
 epoch E (what is stale then, and what the worker costs), and ``version.V.epoch.E.W.pt`` before every run of the steps
-named in ELAS_TEST_VERSIONS. Before the step ELAS_TEST_KILL_SPARES the spares are killed: they run no step in which a
+named in ELAS_TEST_VERSIONS. With ELAS_TEST_TRACE it writes ``trace.W`` (traces.py) and walks nowhere. Before the step ELAS_TEST_KILL_SPARES the spares are killed: they run no step in which a
 scripted fault could strike.
 """
 
@@ -19,6 +19,7 @@ from megatron_elas import pretrain_gpt
 from tests.fault import planting
 from tests.fault.footprint import ancestors, count_objects, count_tensor_bytes, take_footprint
 from tests.fault.stale import Scene, find_stale
+from tests.fault.traces import Tracer
 
 
 def main() -> int:
@@ -33,11 +34,23 @@ def main() -> int:
     footprints: list[dict[str, Any]] = []
     wanted = {int(v) for v in os.environ.get("ELAS_TEST_VERSIONS", "").split(",") if v}
 
+    tracers: list[Tracer] = []
+    traced = bool(os.environ.get("ELAS_TEST_TRACE"))
+
+    def tracer() -> Tracer:
+        if not tracers:
+            tracers.append(Tracer(Path(os.environ["ELAS_TEST_OUT"]), attachment().worker))
+        return tracers[0]
+
     kill_step = int(os.environ.get("ELAS_TEST_KILL_SPARES", "-1"))
 
     def record_version(host: Any, step: int, data_iterator: Any) -> None:
         if kill_step >= 0:
             kill_spares(kill_step, step)
+        if traced:
+            attached = attachment()
+            plan = attached.session.plan
+            tracer().tell_version(plan.epoch, step, len(plan.placement.workers), shard(attached))
         if step in wanted:
             attached = attachment()
             epoch = attached.session.plan.epoch
@@ -46,6 +59,9 @@ def main() -> int:
 
     def record_walk(session: Any, step: int, body: Any) -> Any:
         outcome = run_step(session, step, body)
+        if traced:
+            tracer().tell_step(step, outcome, take_footprint(attachment()))
+            return outcome
         footprints.append({"step": step, **take_footprint(attachment())})
         # A worker whose step was finished in the recovery has run none under the new plan yet.
         ran = session._state.live == step + 1 and set(session._state.stores) == {session.plan.epoch}
@@ -63,7 +79,8 @@ def main() -> int:
         attached = attachment()
         attached.communicator.muted = attached.communicator.tolerant = False
         state = shard(attached)
-        state |= {"footprints": footprints, "problems": find_stale(Scene(attached)), "reduced": reduce_all(attached)}
+        state |= {"footprints": footprints, "reduced": reduce_all(attached)}
+        state["problems"] = [] if traced else find_stale(Scene(attached))
         state["parameters"] = {name: param.detach().clone() for name, param in parameters(attached)}
         save("final", attached.worker, state)
         finish()

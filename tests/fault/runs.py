@@ -165,7 +165,7 @@ def run_command(
     more: Mapping[str, str] | None = None,
 ) -> Run:
     """Run to the end and keep the output."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     environment = {
         **os.environ,
         "PYTHONPATH": str(REPO),

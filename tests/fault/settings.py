@@ -1,0 +1,157 @@
+"""Grids and flags of jobs that are struck, and what becomes of a job's grid with each loss.
+
+``Outlook`` follows the planner: who has a seat, who is a spare, and whether the job can go on at all.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_elas.planner.plan import initial_plan, replan
+from megatron_elas.spec.errors import ExitCode, NoFeasiblePlan
+from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.plan import ElasticPlan
+from tests.fault.runs import LLAMA, TRAINING
+
+RECOMPUTE = ("--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A job."""
+
+    tensor: int = 1
+    pipeline: int
+    data: int
+    tied: bool = False
+    bf16: bool = False
+    overlap: bool = False
+    clip: float = 1.0
+    """0: gradients are not clipped, and their norm is not needed."""
+    recompute: bool = False
+    sequence_parallel: bool = False
+    batch: int = 0
+    """Samples per step, in micro-batches of one; 0: two a row."""
+
+    def __post_init__(self) -> None:
+        if not self.batch:
+            object.__setattr__(self, "batch", 2 * self.data)
+
+    def __str__(self) -> str:
+        features = [name for name in ("tied", "bf16", "overlap", "recompute", "sequence_parallel") if getattr(self, name)]
+        grid = f"tp{self.tensor}pp{self.pipeline}dp{self.data}".removeprefix("tp1")
+        return " ".join([grid, *features, f"clip={self.clip:g}", f"batch={self.batch}"])
+
+    @property
+    def workers(self) -> int:
+        """Processes of the job."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def job(self) -> JobSpec:
+        """As the workers say it."""
+        return JobSpec(
+            tensor_parallel=self.tensor,
+            pipeline_parallel=self.pipeline,
+            data_parallel=self.data,
+            micro_batch_size=1,
+            num_microbatches=self.batch,
+        )
+
+    @property
+    def model(self) -> tuple[str, ...]:
+        """Model, data and training; a layer or two for each stage."""
+        layers = max(2, self.pipeline)
+        flags = shlex.split(
+            f"--num-layers={layers} --hidden-size=32 --ffn-hidden-size=64 --num-attention-heads=4 "
+            "--group-query-attention --num-query-groups=2 --seq-length=32 --max-position-embeddings=32 --mock-data"
+        )
+        flags += [] if self.tied else ["--untie-embeddings-and-output-weights"]
+        return (*flags, *LLAMA, *TRAINING, f"--clip-grad={self.clip}")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Grid and features."""
+        flags = [f"--tensor-model-parallel-size={self.tensor}", f"--pipeline-model-parallel-size={self.pipeline}"]
+        flags += ["--bf16"] if self.bf16 else []
+        flags += ["--overlap-grad-reduce", "--overlap-param-gather"] if self.overlap else []
+        flags += RECOMPUTE if self.recompute else ()
+        flags += ["--sequence-parallel"] if self.sequence_parallel else []
+        return tuple(flags)
+
+    @property
+    def relative(self) -> float:
+        """How far losses may be from the undisturbed run's; see ``tests/distributed/configurations.py``."""
+        return 1e-4 if self.bf16 else 1e-5
+
+    @property
+    def state_error(self) -> float:
+        """The same for masters and moments, as a share of each parameter's largest entry."""
+        return 5e-2 if self.bf16 else 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """A job between two steps."""
+
+    setting: Setting
+    plan: ElasticPlan
+    """The last one that all had recovered under."""
+    lost: tuple[int, ...] = ()
+    """Since then: the recovery from them is under way."""
+
+    @staticmethod
+    def of(setting: Setting) -> Outlook:
+        """Before the first loss."""
+        return Outlook(setting=setting, plan=initial_plan(setting.job, {}))
+
+    @cached_property
+    def next_plan(self) -> ElasticPlan:
+        """The plan without those who are lost. Raises NoFeasiblePlan."""
+        if not self.lost:
+            return self.plan
+        return replan(self.setting.job, self.plan, self.lost, self.plan.epoch + 1, {})
+
+    def without(self, worker: int) -> Outlook:
+        """After one more loss, before anybody has recovered from it."""
+        return replace(self, lost=(*self.lost, worker))
+
+    def recovered(self) -> Outlook:
+        """After a step under the new plan."""
+        return Outlook(setting=self.setting, plan=self.next_plan)
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """What the job ends with if nobody else is lost."""
+        try:
+            _ = self.next_plan
+        except NoFeasiblePlan:
+            return ExitCode.GAVE_UP
+        return ExitCode.STATE_INVALID if self.orphans() else ExitCode.FINISHED
+
+    def orphans(self) -> tuple[int, ...]:
+        """Owners who are lost together with all who kept their copies."""
+        seated = self.plan.placement.workers
+        return tuple(w for w in self.lost if w in seated and not set(self.backups_of(w)) - set(self.lost))
+
+    def backups_of(self, worker: int) -> tuple[int, ...]:
+        """Who keep the worker's copies, nearest first."""
+        return tuple(backup for owner, backup in self.plan.backups if owner == worker)
+
+    @property
+    def seated(self) -> tuple[int, ...]:
+        """Who will train."""
+        return self.next_plan.placement.workers
+
+    @property
+    def spares(self) -> tuple[int, ...]:
+        """Who will live without a seat."""
+        return self.next_plan.placement.spares
+
+    @property
+    def stages(self) -> Sequence[Sequence[int]]:
+        """Who will train on each stage, first to last."""
+        return [[w for cell in cells for w in cell.workers] for cells in self.next_plan.placement.stages]
