@@ -130,13 +130,13 @@ class Worker:
         """Leave because of an error that may be this worker's alone; the others may go on."""
         assert self._session is not None
         self._port.crashed(self._session.next_step, f"{type(error).__name__}: {error}")
-        self._close()
+        self._close(complete=False)
 
-    def _close(self) -> None:
+    def _close(self, *, complete: bool = True) -> None:
         detach()
         if self.attachment.sample_log is not None:
             self.attachment.sample_log.close()
-        self.attachment.log.close()
+        self.attachment.log.close(complete=complete)
         self._link.close()
         self._transport.close()
 

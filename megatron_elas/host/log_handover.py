@@ -197,9 +197,13 @@ class Log:
             self._print(mark, line)
         self._write_scalars(self._regions)
 
-    def close(self) -> None:
-        """End."""
-        if self._is_last():
+    def close(self, *, complete: bool = True) -> None:
+        """End.
+
+        Args:
+            complete: Whether the loop came to the end of its region. If not, whoever takes over tells the region.
+        """
+        if complete and self._is_last():
             self._write_scalars(self._regions + 1)
         if self._writer is not None:
             self._writer.close()

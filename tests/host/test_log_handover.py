@@ -109,6 +109,21 @@ def test_a_line_that_the_lost_worker_had_not_told_is_told_by_the_next(
     assert workers.writers[0].steps == [1, 2]
 
 
+def test_a_worker_that_leaves_in_the_middle_of_an_activity_leaves_its_log_to_the_next(
+    workers: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers.step(0, 0)
+    workers.step(1, 0)
+    workers.enter(1, 1)
+    workers.enter(0, 1)
+    workers.logs[1].close(complete=False)
+    workers.lose_the_last()
+    workers.log_step(0, 1)
+    workers.enter(0, 2)
+    assert lines(capsys) == ["step 0", "step 1"]
+    assert (workers.writers[1].steps, workers.writers[0].steps) == ([0], [1])
+
+
 @pytest.mark.parametrize("sealed", [False, True], ids=["told", "told-and-in-the-next-step"])
 def test_a_line_that_the_lost_worker_had_told_is_not_told_again(
     sealed: bool, workers: Workers, capsys: pytest.CaptureFixture[str]
