@@ -9,6 +9,9 @@ VENV ?= .venv
 EDITABLE ?= yes
 USE_PYTHON ?=
 ARGS ?=
+FAULTS ?= 200
+SEED ?= 1
+CASE ?=
 export VENV EDITABLE PYTHON
 # This checkout, whatever else is installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -17,11 +20,13 @@ RUN := "$(or $(USE_PYTHON),$(VENV)/bin/python)"
 # Folders without torch, checked strictly; those that exist.
 TYPED := $(wildcard $(addprefix megatron_elas/,spec schedule planner simulator control cli config.py prerequisites.py))
 
-.PHONY: help native demo test test-all check lint types imports format bench-communicator bench-recovery bench-detection bench-planner venv clean distclean
+.PHONY: help native demo test test-all check lint types imports format campaign soak bench-communicator bench-recovery bench-detection bench-planner venv clean distclean
 
 help:
 	@echo "make demo                train a tiny Llama, lose a worker, watch it go on"
 	@echo "make test                quick tests;  make test-all: all of them"
+	@echo "make campaign            every phase x kind of fault x role once on two grids (an hour)"
+	@echo "make soak                a random campaign: FAULTS=200 SEED=1; one case of it again: SEED=1 CASE=17"
 	@echo "make check               style, types, import rules;  make format: mend the style"
 	@echo "make bench-communicator  process groups: ours against gloo, and a lost replica against torchft"
 	@echo "make bench-recovery      step time with and without --elastic; a lost worker against a restart; how recovery grows"
@@ -41,6 +46,12 @@ test: native
 
 test-all: native
 	@$(RUN) -m pytest -q $(ARGS)
+
+campaign: native
+	@$(RUN) -m pytest -q tests/fault/test_campaign.py $(ARGS)
+
+soak: native
+	@$(RUN) -W ignore -m tests.fault.soak --seed $(SEED) --faults $(FAULTS) $(if $(CASE),--case $(CASE)) $(ARGS)
 
 check: lint types imports
 

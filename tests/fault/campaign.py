@@ -107,7 +107,7 @@ def _fill(setting: Setting, left: Sequence[Target]) -> Job:
         if after.exit_code is not ExitCode.FINISHED:
             outlook = after
             break
-        outlook = after.recovered()
+        outlook = after.recovered
     return Job(
         scenario=Scenario(setting=setting, faults=tuple(faults), steps=STEPS, code=outlook.exit_code),
         targets=tuple(struck),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from megatron_elas.planner.plan import initial_plan, replan
 from megatron_elas.spec.errors import ExitCode, NoFeasiblePlan
@@ -93,9 +93,9 @@ class Setting:
         return 5e-2 if self.bf16 else 1e-3
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Outlook:
-    """A job between two steps."""
+    """A job between two steps. What follows from one is made once: campaigns look at the same futures often."""
 
     setting: Setting
     plan: ElasticPlan
@@ -104,6 +104,7 @@ class Outlook:
     """Since then: the recovery from them is under way."""
 
     @staticmethod
+    @cache
     def of(setting: Setting) -> Outlook:
         """Before the first loss."""
         return Outlook(setting=setting, plan=initial_plan(setting.job, {}))
@@ -117,13 +118,20 @@ class Outlook:
 
     def without(self, worker: int) -> Outlook:
         """After one more loss, before anybody has recovered from it."""
-        return replace(self, lost=(*self.lost, worker))
+        if worker not in self._futures:
+            self._futures[worker] = replace(self, lost=(*self.lost, worker))
+        return self._futures[worker]
 
+    @cached_property
+    def _futures(self) -> dict[int, Outlook]:
+        return {}
+
+    @cached_property
     def recovered(self) -> Outlook:
         """After a step under the new plan."""
         return Outlook(setting=self.setting, plan=self.next_plan)
 
-    @property
+    @cached_property
     def exit_code(self) -> ExitCode:
         """What the job ends with if nobody else is lost."""
         try:
@@ -141,7 +149,7 @@ class Outlook:
         """Who keep the worker's copies, nearest first."""
         return tuple(backup for owner, backup in self.plan.backups if owner == worker)
 
-    @property
+    @cached_property
     def seated(self) -> tuple[int, ...]:
         """Who will train."""
         return self.next_plan.placement.workers
@@ -151,7 +159,7 @@ class Outlook:
         """Who will live without a seat."""
         return self.next_plan.placement.spares
 
-    @property
+    @cached_property
     def stages(self) -> Sequence[Sequence[int]]:
         """Who will train on each stage, first to last."""
         return [[w for cell in cells for w in cell.workers] for cells in self.next_plan.placement.stages]

@@ -82,7 +82,7 @@ def draw_scenario(seed: int, case: int, phases: tuple[FaultPhase, ...]) -> Scena
             break
         new, after = drawn
         faults += new
-        outlook = after.recovered()
+        outlook = after.recovered
     code = ExitCode.FINISHED
     if last and (final := _draw_fatal(rng, outlook, len({f.step for f in faults}))) is not None:
         faults += final[0]
