@@ -133,6 +133,8 @@ class Executor:
             state.fitted = None
         state.stores[plan.epoch] = (plan, store)
         state.live = settlement.resume_step if store is not None else None
+        if store is not None:
+            self._strike(place, "recovery-resume", None)
         return RecoveryReport(
             worker=state.worker, epoch=plan.epoch, resume_step=settlement.resume_step, marks_s=marks,
             moved_bytes=moved_bytes,
