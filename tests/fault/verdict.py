@@ -204,16 +204,24 @@ def _judge_leaks(verdict: Verdict, run: Run) -> None:
     for step in read_trace(run.folder).steps:
         told.setdefault(step.worker, []).append(step)
     for worker, steps in told.items():
-        for before, now in itertools.pairwise(steps[1:]):
-            verdict.leaks += [f"worker {worker}, step {now.step}: {text}" for text in find_growth(before.cost, now.cost)]
+        for earlier, before, now in zip(steps, steps[1:], steps[2:], strict=False):
+            settled = earlier.epoch == now.epoch  # links are made at first use
+            found = find_growth(before.cost, now.cost, settled=settled)
+            verdict.leaks += [f"worker {worker}, step {now.step}: {text}" for text in found]
         verdict.leaks += [f"worker {worker}: {text}" for text in _find_memory_growth(steps)]
 
 
-def find_growth(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """What is more after a step than after an earlier one on the same worker, and may not be."""
+def find_growth(before: Mapping[str, object], now: Mapping[str, object], *, settled: bool) -> list[str]:
+    """What is more after a step than after the one before on the same worker, and may not be.
+
+    Args:
+        before: As ``take_footprint`` tells.
+        now: The same.
+        settled: Whether both steps, and one more before them, are of one epoch.
+    """
     grown = []
     same = ("pid", "groups", "c10d", "children")
-    if now["epoch"] == before["epoch"]:
+    if settled:
         same = (*same, "links_by_channel", "fds", "threads", "os_threads")
     grown += [f"{what} {before[what]} -> {now[what]}" for what in same if now[what] != before[what]]
     grown += [
