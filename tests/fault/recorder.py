@@ -2,8 +2,8 @@
 
 In the folder ELAS_TEST_OUT: ``final.W.pt`` at the end of training, ``walk.E.W.pt`` after the first step committed in
 epoch E (what is stale then, and what the worker costs), and ``version.V.epoch.E.W.pt`` before every run of the steps
-named in ELAS_TEST_VERSIONS. With ELAS_TEST_TRACE it writes ``trace.W`` (traces.py) and walks nowhere. Before the step ELAS_TEST_KILL_SPARES the spares are killed: they run no step in which a
-scripted fault could strike.
+named in ELAS_TEST_VERSIONS. With ELAS_TEST_TRACE it writes ``trace.W`` (traces.py) and walks nowhere. Before the step
+ELAS_TEST_KILL_SPARES the spares are killed: they run no step in which a scripted fault could strike.
 """
 
 from __future__ import annotations

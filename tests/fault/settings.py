@@ -33,6 +33,10 @@ class Setting:
     """0: gradients are not clipped, and their norm is not needed."""
     recompute: bool = False
     sequence_parallel: bool = False
+    copy: bool = False
+    """Whether backups get whole copies in every step, and not gradients."""
+    replicas: int = 1
+    """Backups of each worker."""
     batch: int = 0
     """Samples per step, in micro-batches of one; 0: two a row."""
 
@@ -41,8 +45,10 @@ class Setting:
             object.__setattr__(self, "batch", 2 * self.data)
 
     def __str__(self) -> str:
-        features = [name for name in ("tied", "bf16", "overlap", "recompute", "sequence_parallel") if getattr(self, name)]
+        names = ("tied", "bf16", "overlap", "recompute", "sequence_parallel", "copy")
+        features = [name for name in names if getattr(self, name)]
         grid = f"tp{self.tensor}pp{self.pipeline}dp{self.data}".removeprefix("tp1")
+        features += [f"replicas={self.replicas}"] if self.replicas > 1 else []
         return " ".join([grid, *features, f"clip={self.clip:g}", f"batch={self.batch}"])
 
     @property
@@ -59,14 +65,20 @@ class Setting:
             data_parallel=self.data,
             micro_batch_size=1,
             num_microbatches=self.batch,
+            stage_layers=(self.layers // self.pipeline,) * self.pipeline,
+            snapshot_replicas=self.replicas,
         )
 
     @property
+    def layers(self) -> int:
+        """A layer or two for each stage."""
+        return max(2, self.pipeline)
+
+    @property
     def model(self) -> tuple[str, ...]:
-        """Model, data and training; a layer or two for each stage."""
-        layers = max(2, self.pipeline)
+        """Model, data and training."""
         flags = shlex.split(
-            f"--num-layers={layers} --hidden-size=32 --ffn-hidden-size=64 --num-attention-heads=4 "
+            f"--num-layers={self.layers} --hidden-size=32 --ffn-hidden-size=64 --num-attention-heads=4 "
             "--group-query-attention --num-query-groups=2 --seq-length=32 --max-position-embeddings=32 --mock-data"
         )
         flags += [] if self.tied else ["--untie-embeddings-and-output-weights"]
@@ -80,6 +92,8 @@ class Setting:
         flags += ["--overlap-grad-reduce", "--overlap-param-gather"] if self.overlap else []
         flags += RECOMPUTE if self.recompute else ()
         flags += ["--sequence-parallel"] if self.sequence_parallel else []
+        flags += ["--elastic-snapshot=copy"] if self.copy else []
+        flags += [f"--elastic-snapshot-replicas={self.replicas}"] if self.replicas > 1 else []
         return tuple(flags)
 
     @property

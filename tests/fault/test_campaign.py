@@ -71,9 +71,7 @@ def undisturbed(warm: WarmLauncher, tmp_path_factory: pytest.TempPathFactory) ->
     return run
 
 
-def assert_survived(
-    job: Job, warm: WarmLauncher, undisturbed: Callable[[Setting], Run], folder: Path
-) -> None:
+def assert_survived(job: Job, warm: WarmLauncher, undisturbed: Callable[[Setting], Run], folder: Path) -> None:
     run = run_scenario(job.scenario, folder, warm)
     verdict = judge_scenario(job.scenario, run, undisturbed(job.scenario.setting))
     assert verdict.good, f"{job.scenario}\n{verdict}\n{run.output[-4000:]}"

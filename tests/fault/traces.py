@@ -102,7 +102,9 @@ class Trace:
         for step in self.steps:
             if step.loss is not None:
                 known.setdefault(step.step, {}).setdefault(step.epoch, set()).add(step.loss)
-        assert all(len(values) == 1 for epochs in known.values() for values in epochs.values()), "losses of a step differ"
+        assert all(len(values) == 1 for epochs in known.values() for values in epochs.values()), (
+            "losses of a step differ"
+        )
         return {step: next(iter(epochs[max(epochs)])) for step, epochs in sorted(known.items())}
 
 

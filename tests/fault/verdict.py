@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tests.fault.runs import Run, assemble
 from tests.fault.settings import Setting
-from tests.fault.traces import Step, Trace, add_prints, read_trace
+from tests.fault.traces import Step, Trace, read_trace
 
 LEARNING_RATE = re.compile(r"iteration +\d+/.*? learning rate: ([0-9.E+-]+)")
 VALIDATION = re.compile(r"(validation loss at iteration \d+[^|]*)\| lm loss value: ([0-9.E+-]+)")
@@ -137,7 +137,9 @@ def _judge_bits(verdict: Verdict, ours: Trace, theirs: Trace, setting: Setting) 
     norms = {step.step: step.norm for step in theirs.steps if step.norm is not None}
     for told in ours.steps:
         if told.norm is not None and not abs(told.norm - norms[told.step]) <= 100 * setting.relative * norms[told.step]:
-            verdict.wrong_bits.append(f"step {told.step}: gradient norm {told.norm!r}, undisturbed {norms[told.step]!r}")
+            verdict.wrong_bits.append(
+                f"step {told.step}: gradient norm {told.norm!r}, undisturbed {norms[told.step]!r}"
+            )
 
 
 def _judge_before_first_loss(verdict: Verdict, ours: Trace, theirs: Trace) -> None:
@@ -170,7 +172,9 @@ def _judge_restored(verdict: Verdict, ours: Trace, theirs: Trace) -> None:
                                           f"parameters, first {names[0]}")  # fmt: skip
     steps = {v.optimizer_step - v.version for v in (*ours.versions, *theirs.versions)}
     if len(steps) > 1:
-        verdict.wrong_bits.append(f"the optimizer's count of steps and the number of the step differ by {sorted(steps)}")
+        verdict.wrong_bits.append(
+            f"the optimizer's count of steps and the number of the step differ by {sorted(steps)}"
+        )
 
 
 def _judge_end(verdict: Verdict, run: Run, calm: Run, setting: Setting) -> None:
@@ -251,5 +255,7 @@ def _find_memory_growth(steps: list[Step]) -> list[str]:
     for before, now, limit in pairs:
         growth = now["rss"] - before["rss"] - max(0, now["tensor_bytes"] - before["tensor_bytes"])
         if growth > limit:
-            grown.append(f"{growth / 2**20:.1f} MiB more than its tensors from epoch {before['epoch']} to {now['epoch']}")
+            grown.append(
+                f"{growth / 2**20:.1f} MiB more than its tensors from epoch {before['epoch']} to {now['epoch']}"
+            )
     return grown
