@@ -221,10 +221,8 @@ class Soak:
         sums = [sum(self.struck[phase, kind] for phase in FaultPhase) for kind in kinds]
         print(f"{'all':18}" + "".join(f"{count:10}" for count in sums) + f"{self.fired:8}")
         codes = ", ".join(f"{count} with {code}" for code, count in sorted(self.ended.items()))
-        print(
-            f"\njobs {self.jobs} (ended {codes}), steps {self.total.steps}, bad cases {sorted(self.failed) or 'none'}"
-        )
-        total = self.total
+        total, failed = self.total, ", ".join(map(str, sorted(self.failed))) or "none"
+        print(f"\njobs {self.jobs} (ended {codes}), steps {total.steps}, bad cases {failed}")
         print(f"RESULT soak_faults={self.fired} faults")
         print(f"RESULT soak_samples_lost={total.samples_lost} samples")
         print(f"RESULT soak_samples_doubled={total.samples_doubled} samples")

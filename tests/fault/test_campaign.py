@@ -1,7 +1,6 @@
-"""Every phase x kind of fault x role once on PP2 x DP2 and TP2 x PP2 x DP2, compared with one undisturbed run per grid.
+"""Every phase x kind of fault x role once on two grids, compared with one undisturbed run of each.
 
-``make campaign`` runs all of them (slow: well over a hundred jobs); ``make test`` the jobs in ``QUICK``, which have every
-kind and role, and every phase, once.
+``make campaign`` runs all of it, well over a hundred jobs; ``make test`` a few jobs that have every phase and kind.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What each worker of a traced job says of every step, line by line, so that a killed worker's lines are there.
 
-Two kinds of lines in ``trace.W``: *versions*, written before every run of a step, with a print of the worker's optimizer
-shard; and *steps*, written when a step counts, with its exact loss and gradient norm and with what the worker costs.
+Two kinds of lines in ``trace.W``: *versions*, written before every run of a step, with a print of the worker's
+optimizer shard; and *steps*, written when a step counts, with its exact loss and gradient norm and with what the worker
+costs.
 
 The print of a parameter is a sum over its elements of a hash of (index, bits), modulo 2^64, for master and both
 moments. So the prints of its pieces add up to the same number however it is cut, and any changed bit changes it.
@@ -102,9 +103,8 @@ class Trace:
         for step in self.steps:
             if step.loss is not None:
                 known.setdefault(step.step, {}).setdefault(step.epoch, set()).add(step.loss)
-        assert all(len(values) == 1 for epochs in known.values() for values in epochs.values()), (
-            "losses of a step differ"
-        )
+        told = [values for epochs in known.values() for values in epochs.values()]
+        assert all(len(values) == 1 for values in told), "workers tell different losses of a step"
         return {step: next(iter(epochs[max(epochs)])) for step, epochs in sorted(known.items())}
 
 

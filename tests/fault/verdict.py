@@ -2,14 +2,14 @@
 
 Compared bit for bit, for every worker:
 
-* before the first loss: each step's loss and gradient norm, and each step's optimizer shard (masters, moments, step count);
-* after the first loss: the whole state that training goes on from, which is the one that the undisturbed run has before
-  that step;
+* before the first loss: each step's loss and gradient norm, and each step's optimizer shard (masters, moments, count);
+* after the first loss: the whole state that training goes on from, which is the one that the undisturbed run has
+  before that step;
 * after every further loss: that state with the one that was there before the loss, where the step had begun already;
 * everywhere: sample ids, counts of samples, learning rates, printed line by line.
 
 Sums over micro-batches are associated differently once cells have left. So later losses are compared to ``relative``,
-norms a hundred times wider, and the masters and moments at the end to ``state_error`` of each parameter's largest entry.
+norms a hundred times wider, masters and moments at the end to ``state_error`` of each parameter's largest entry.
 """
 
 from __future__ import annotations
