@@ -20,7 +20,7 @@ RUN := "$(or $(USE_PYTHON),$(VENV)/bin/python)"
 # Folders without torch, checked strictly; those that exist.
 TYPED := $(wildcard $(addprefix megatron_elas/,spec schedule planner simulator control cli config.py prerequisites.py))
 
-.PHONY: help native demo test test-all check lint types imports format campaign soak bench-communicator bench-recovery bench-detection bench-planner venv clean distclean
+.PHONY: help native demo test test-all check lint types imports format campaign soak bench-communicator bench-recovery bench-detection bench-planner bench-transaction venv clean distclean
 
 help:
 	@echo "make demo                train a tiny Llama, lose a worker, watch it go on"
@@ -30,6 +30,7 @@ help:
 	@echo "make check               style, types, import rules;  make format: mend the style"
 	@echo "make bench-communicator  process groups: ours against gloo, and a lost replica against torchft"
 	@echo "make bench-recovery      step time with and without --elastic; a lost worker against a restart; how recovery grows"
+	@echo "make bench-transaction   step time with and without backups, bytes on the wire, recoveries with gradients or copies"
 	@echo "make bench-detection     from a killed or stopped worker to its agent's notice"
 	@echo "make bench-planner       predicted throughput after losses: our planner against other policies; time of a plan"
 	@echo "make clean               remove caches and build files;  make distclean: the environment too"
@@ -75,6 +76,9 @@ bench-communicator: native
 
 bench-recovery: native
 	@$(RUN) benchmarks/recovery.py $(ARGS)
+
+bench-transaction: native
+	@$(RUN) benchmarks/transaction.py $(ARGS)
 
 bench-detection: native
 	@$(RUN) benchmarks/detection.py $(ARGS)

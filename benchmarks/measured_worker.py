@@ -1,8 +1,8 @@
 """Trains as ``megatron_elas.pretrain_gpt`` does, and prints what only a worker itself can measure.
 
 Started by ``training_jobs.run_elastic``. After every recovery a line tells the marks of this worker's phases, the
-processor time it spent from the plan to the first step, and the size of its stage. With ELAS_BENCH_COPIES=off steps
-send no copies to backups: no loss can be survived then. What copies cost is the difference to a run with them.
+processor time it spent from the plan to the first step, and the size of its stage. With ELAS_BENCH_WIRE=count a line at
+the end tells the bytes that this worker gave its transport to send, by purpose.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 from training_jobs import MEASURED_MARK
@@ -51,18 +52,57 @@ def measure_recoveries() -> None:
     LinkPort.recovered = printed_recovered  # type: ignore[method-assign]
 
 
-def send_no_copies() -> None:
-    """Neither read the shard at the beginning of a step nor send it."""
-    from megatron_elas.host.training import MegatronHost
-    from megatron_elas.runtime.replicator import Replicator
+def count_wire_bytes() -> None:
+    """Print a line at the end."""
+    from megatron_elas import worker
+    from megatron_elas.runtime import channels
+    from megatron_elas.runtime.communicator.signatures import unpack
+    from megatron_elas.runtime.transport.sockets import SocketTransport
 
-    Replicator.start = lambda self, store, version: None  # type: ignore[method-assign]
-    MegatronHost.read_shard = lambda self, flat: None  # type: ignore[method-assign]
+    purposes = {channels.SNAPSHOTS: "backups", channels.MIGRATION: "moves", channels.PIPELINE: "pipeline"}
+    sent: Counter[str] = Counter()
+    exchange, run, send, post = (
+        SocketTransport.exchange, SocketTransport.run, SocketTransport.send, SocketTransport.post,
+    )  # fmt: skip
+
+    def purpose(channel: int, tag: int) -> str:
+        signature = unpack(tag)
+        return purposes.get(channel) or (signature.kind if signature is not None else "other")
+
+    @functools.wraps(exchange)
+    def counted_exchange(self: Any, channel: int, tag: int, sends: Any, *rest: Any, **more: Any) -> None:
+        sent[purpose(channel, tag)] += sum(buffer.nbytes for _, buffer in sends)
+        exchange(self, channel, tag, sends, *rest, **more)
+
+    @functools.wraps(run)
+    def counted_run(self: Any, channel: int, tag: int, program: Any, *rest: Any, **more: Any) -> None:
+        transfers = (transfer for turn in program.rounds for transfer in turn.sends)
+        sent[purpose(channel, tag)] += sum(transfer.region.size for transfer in transfers)
+        run(self, channel, tag, program, *rest, **more)
+
+    def counted(original: Any) -> Any:
+        @functools.wraps(original)
+        def one(self: Any, channel: int, tag: int, part: Any) -> None:
+            sent[purpose(channel, tag)] += part.buffer.nbytes
+            original(self, channel, tag, part)
+
+        return one
+
+    finish = worker.finish
+
+    def told_finish() -> None:
+        finish()
+        print(MEASURED_MARK + json.dumps({"wire_bytes": dict(sent)}), flush=True)
+
+    SocketTransport.exchange = counted_exchange  # type: ignore[method-assign]
+    SocketTransport.run = counted_run  # type: ignore[method-assign]
+    SocketTransport.send, SocketTransport.post = counted(send), counted(post)  # type: ignore[method-assign]
+    worker.finish = told_finish
 
 
 if __name__ == "__main__":
     pretrain_gpt.preload()
     measure_recoveries()
-    if os.environ.get("ELAS_BENCH_COPIES") == "off":
-        send_no_copies()
+    if os.environ.get("ELAS_BENCH_WIRE") == "count":
+        count_wire_bytes()
     sys.exit(pretrain_gpt.main())

@@ -13,7 +13,7 @@ variants taking turns, on this machine's CPU. Takes about ten minutes on two idl
 
     copies, a larger model on P 2 x D 2:
     elastic_on_vs_stock@pp2dp2_larger  as above
-    copies_on_vs_off@pp2dp2_larger     step time with --elastic / the same without sending copies to backups
+    snapshot_on_vs_off@pp2dp2_larger   step time with --elastic / the same without backups
 
     growth, a line through the times of each phase (recovery_growth.py):
     recovery_PHASE_ms_per_layer, _per_mb, _per_worker   slopes: per layer and per MB of optimizer state of a stage
@@ -75,19 +75,19 @@ def measure_steady(folder: Path, grid: Grid, turns: int) -> None:
 
 
 def measure_copies(folder: Path, turns: int) -> None:
-    """Step time of a larger model: stock, with --elastic, and with --elastic but no copies."""
+    """Step time of a larger model: stock, with --elastic, and with --elastic but no backups."""
     grid = Grid(stages=2, rows=2)
     flags = train_flags(LARGER, grid, LARGER_STEPS)
     variants: dict[str, tuple[list[str], dict[str, str]]] = {
         "stock": (flags, {}),
         "elastic": ([*flags, "--elastic"], {}),
-        "elastic without copies": ([*flags, "--elastic"], {"ELAS_BENCH_COPIES": "off"}),
+        "elastic without backups": ([*flags, "--elastic", "--elastic-snapshot", "off"], {}),
     }
     times = time_in_turns(folder / "copies", grid, variants, turns, LARGER_WARM_UP)
     print(f"\n{grid}, {LARGER.layers} layers of hidden size {LARGER.hidden}: ms per step, ", end="")
     print(", ".join(f"{name} {format_all(values)}" for name, values in times.items()))
     print_ratio(f"elastic_on_vs_stock@{grid}_larger", times["elastic"], times["stock"])
-    print_ratio(f"copies_on_vs_off@{grid}_larger", times["elastic"], times["elastic without copies"])
+    print_ratio(f"snapshot_on_vs_off@{grid}_larger", times["elastic"], times["elastic without backups"])
 
 
 def measure_recovery(folder: Path, grid: Grid, kills: int, restarts: int) -> None:
