@@ -18,7 +18,7 @@ variants taking turns, on this machine's CPU. Prints tables, and lines ``RESULT 
     recovery, the tiny Llama, kills in the same places in both modes:
     recovery_beyond_step_s@GRID       fault to the end of the next step, less one normal step; replay
     recovery_copy_beyond_step_s@GRID  the same for copy
-    verify_share@GRID                 time from rebuilt to verified / time from the fault to the end of the next step; replay
+    verify_share@GRID                 from rebuilt to verified / from the fault to the end of the next step; replay
 """
 
 from __future__ import annotations
