@@ -74,9 +74,7 @@ def elastic(flags: Sequence[str], mode: str) -> list[str]:
     return [*flags, "--elastic", "--elastic-snapshot", mode]
 
 
-def measure_steady(
-    folder: Path, grid: Grid, model: Model, suffix: str, steps: int, warm_up: int, turns: int
-) -> None:
+def measure_steady(folder: Path, grid: Grid, model: Model, suffix: str, steps: int, warm_up: int, turns: int) -> None:
     """Step time of undisturbed runs."""
     flags = train_flags(model, grid, steps)
     variants: dict[str, tuple[list[str], dict[str, str]]] = {

@@ -49,8 +49,7 @@ def main() -> int:
             kill_spares(kill_step, step)
         if traced:
             attached = attachment()
-            plan = attached.session.plan
-            tracer().tell_version(plan.epoch, step, len(plan.placement.workers), shard(attached))
+            tracer().tell_version(attached.session.plan, step, shard(attached))
         if step in wanted:
             attached = attachment()
             epoch = attached.session.plan.epoch

@@ -93,8 +93,9 @@ def _draw_event(
     rng: random.Random, outlook: Outlook, event: int, phases: tuple[FaultPhase, ...]
 ) -> tuple[list[Fault], Outlook] | None:
     """One or two losses that the job survives."""
-    for _ in range(TRIES):
-        double = rng.random() < DOUBLE
+    double = rng.random() < DOUBLE
+    for attempt in range(TRIES):
+        double = double and attempt < TRIES // 2
         faults, after = (_draw_two if double else _draw_one)(rng, outlook, event, phases)
         if faults and after.exit_code is ExitCode.FINISHED:
             return faults, after

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 Name = str
-"""``STAGE/LANE/PARAMETER``, or whatever names a parameter in a record."""
+"""``LANE/PARAMETER``: the stage is where a parameter happens to be."""
 Prints = dict[Name, tuple[int, ...]]
 MASK = (1 << 64) - 1
 
@@ -61,6 +61,8 @@ class Version:
     version: int
     seated: int
     """Workers with a seat in this epoch."""
+    stages: int
+    """Of this epoch."""
     optimizer_step: float
     prints: Prints
 
@@ -97,6 +99,13 @@ class Trace:
             if len(told) == next(iter(told.values())).seated
         }
 
+    def fewest_stages(self) -> dict[int, int]:
+        """By step, of the epochs in which it was begun."""
+        stages: dict[int, int] = {}
+        for each in self.versions:
+            stages[each.version] = min(each.stages, stages.get(each.version, each.stages))
+        return stages
+
     def losses(self) -> dict[int, float]:
         """By step, of the run with the highest epoch. Asserts that workers who know it agree."""
         known: dict[int, dict[int, set[float]]] = {}
@@ -130,13 +139,16 @@ class Tracer:
         self._file = (folder / f"trace.{worker}").open("w", buffering=1)
         self._steps: Counter[int] = Counter()
 
-    def tell_version(self, epoch: int, version: int, seated: int, record: dict[str, Any]) -> None:
-        """``record``: of ``recorder.shard``."""
-        where = f"{record['stage']}/{record['lane']}"
+    def tell_version(self, plan: Any, version: int, record: dict[str, Any]) -> None:
+        """``plan``: in force; ``record``: of ``recorder.shard``."""
+        placement = plan.placement
         prints = add_prints(
-            {f"{where}/{name}": print_piece(start, values)} for name, start, _, values in record["pieces"]
+            {f"{record['lane']}/{name}": print_piece(start, values)} for name, start, _, values in record["pieces"]
         )
-        self._tell(epoch=epoch, version=version, seated=seated, optimizer_step=record["step"], prints=prints)
+        self._tell(
+            epoch=plan.epoch, version=version, seated=len(placement.workers), stages=placement.num_stages,
+            optimizer_step=record["step"], prints=prints,
+        )  # fmt: skip
 
     def tell_step(self, step: int, outcome: Any, cost: dict[str, Any]) -> None:
         """``outcome``: of Megatron's ``train_step``."""

@@ -21,12 +21,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from tests.fault.runs import Run, assemble
 from tests.fault.settings import Setting
 from tests.fault.traces import Step, Trace, read_trace
 
 LEARNING_RATE = re.compile(r"iteration +\d+/.*? learning rate: ([0-9.E+-]+)")
 VALIDATION = re.compile(r"(validation loss at iteration \d+[^|]*)\| lm loss value: ([0-9.E+-]+)")
+HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 RSS_TOLERANCE_BYTES = 8 << 20
 """Growth from one recovery to the next beyond that of a worker's tensors."""
 RSS_TOTAL_BYTES = 16 << 20
@@ -78,24 +81,29 @@ def judge(run: Run, calm: Run, setting: Setting, *, faults: tuple[str, ...], cod
     if sorted(run.fired) != sorted(faults):
         verdict.problems.append(f"faults that struck: {run.fired}, scripted: {list(faults)}")
     whole = run.code == 0
-    _judge_samples(verdict, run, calm, whole)
+    trace = read_trace(run.folder)
+    _judge_samples(verdict, run, calm, whole, trace.fewest_stages())
     _judge_lines(verdict, run, calm, whole)
-    _judge_bits(verdict, read_trace(run.folder), read_trace(calm.folder), setting)
+    _judge_bits(verdict, trace, read_trace(calm.folder), setting)
     if whole:
         _judge_end(verdict, run, calm, setting)
-    _judge_leaks(verdict, run)
+    _judge_leaks(verdict, run, trace)
     return verdict
 
 
-def _judge_samples(verdict: Verdict, run: Run, calm: Run, whole: bool) -> None:
-    for step, stages in calm.samples.items():
-        if step not in run.samples and not whole:
+def _judge_samples(verdict: Verdict, run: Run, calm: Run, whole: bool, fewest_stages: Mapping[int, int]) -> None:
+    ended_in = max(run.samples, default=0)
+    for step, want in calm.samples.items():
+        if not whole and step >= ended_in:  # the job ended in the middle of it
             continue
-        # Losses end the job in the middle of its last step.
-        if not whole and step == max(run.samples):
-            continue
-        for stage, ids in stages.items():
-            ours, theirs = Counter(run.samples.get(step, {}).get(stage, [])), Counter(ids)
+        told = run.samples.get(step, {})
+        ends = [told.get(0, [])]
+        if max(told, default=0) > 0:
+            ends.append(told[max(told)])
+        elif fewest_stages.get(step, 1) > 1:
+            ends.append([])
+        for ids in ends:
+            ours, theirs = Counter(ids), Counter(want[0])
             verdict.samples_lost += (theirs - ours).total()
             verdict.samples_doubled += (ours - theirs).total()
 
@@ -166,8 +174,8 @@ def _judge_restored(verdict: Verdict, ours: Trace, theirs: Trace) -> None:
             earlier.append(calm[first])
         for want in earlier:
             got = versions[epoch, first]
-            if got != want:
-                names = [name for name in want if got.get(name) != want[name]] or [*got.keys() - want.keys()]
+            names = [name for name in want.keys() & got.keys() if got[name] != want[name]]
+            if names := sorted([*names, *_other_names(got, want)]):
                 verdict.wrong_bits.append(f"epoch {epoch}: restored before step {first}: {len(names)} of {len(want)} "
                                           f"parameters, first {names[0]}")  # fmt: skip
     steps = {v.optimizer_step - v.version for v in (*ours.versions, *theirs.versions)}
@@ -180,12 +188,12 @@ def _judge_restored(verdict: Verdict, ours: Trace, theirs: Trace) -> None:
 def _judge_end(verdict: Verdict, run: Run, calm: Run, setting: Setting) -> None:
     records = run.records("final")
     try:
-        ours, theirs = assemble(records), assemble(calm.records("final"))
+        ours, theirs = (_by_name(assemble(each)) for each in (records, calm.records("final")))
     except AssertionError as error:
         verdict.wrong_bits.append(f"at the end {error}")
         return
-    if ours.keys() != theirs.keys():
-        verdict.wrong_bits.append(f"parameters at the end: {sorted(ours.keys() ^ theirs.keys())}")
+    if different := _other_names(ours, theirs):
+        verdict.wrong_bits.append(f"parameters at the end that only one run has: {different}")
     for key in ours.keys() & theirs.keys():
         scale = theirs[key].abs().amax(dim=1, keepdim=True).clamp(min=1e-30)
         error = float(((ours[key] - theirs[key]).abs() / scale).amax())
@@ -196,16 +204,30 @@ def _judge_end(verdict: Verdict, run: Run, calm: Run, setting: Setting) -> None:
             verdict.problems.append(f"worker {worker}: groups whose all-reduce of ones is not their size: {wrong}")
 
 
+def _by_name(state: Mapping[tuple[int, int, str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{lane}/{name}": value for (_, lane, name), value in state.items()}
+
+
+def _other_names(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
+    """Names that only one has. Where one stage has both ends of the model, there is no copy of a tied embedding."""
+
+    def is_copy(name: str) -> bool:
+        lane, _, parameter = name.partition("/")
+        return parameter == HEAD and f"{lane}/{EMBEDDING}" in ours
+
+    return sorted(name for name in ours.keys() ^ theirs.keys() if not (name in theirs and is_copy(name)))
+
+
 # ---------------------------------------------------------------- leaks
 
 
-def _judge_leaks(verdict: Verdict, run: Run) -> None:
+def _judge_leaks(verdict: Verdict, run: Run, trace: Trace) -> None:
     verdict.leaks += [f"process after the job's end: {line}" for line in run.left]
     temporary = Path(run.folder / "t")
     if temporary.exists():
         verdict.leaks += [f"file after the job's end: {path}" for path in sorted(temporary.iterdir())]
     told: dict[int, list[Step]] = {}
-    for step in read_trace(run.folder).steps:
+    for step in trace.steps:
         told.setdefault(step.worker, []).append(step)
     for worker, steps in told.items():
         for earlier, before, now in zip(steps, steps[1:], steps[2:], strict=False):
