@@ -136,7 +136,7 @@ def _judge_lines(verdict: Verdict, run: Run, calm: Run, whole: bool) -> None:
 
 def _judge_bits(verdict: Verdict, ours: Trace, theirs: Trace, setting: Setting) -> None:
     _judge_before_first_loss(verdict, ours, theirs)
-    _judge_restored(verdict, ours, theirs)
+    _judge_restored(verdict, ours, theirs, setting.tied)
     losses, calm_losses = ours.losses(), theirs.losses()
     for step, loss in losses.items():
         want = calm_losses[step]
@@ -164,7 +164,7 @@ def _judge_before_first_loss(verdict: Verdict, ours: Trace, theirs: Trace) -> No
             )
 
 
-def _judge_restored(verdict: Verdict, ours: Trace, theirs: Trace) -> None:
+def _judge_restored(verdict: Verdict, ours: Trace, theirs: Trace, tied: bool) -> None:
     versions, calm = ours.whole_versions(), {version: p for (_, version), p in theirs.whole_versions().items()}
     epochs = sorted({epoch for epoch, _ in versions} - {0})
     for epoch in epochs:
@@ -175,7 +175,7 @@ def _judge_restored(verdict: Verdict, ours: Trace, theirs: Trace) -> None:
         for want in earlier:
             got = versions[epoch, first]
             names = [name for name in want.keys() & got.keys() if got[name] != want[name]]
-            if names := sorted([*names, *_other_names(got, want)]):
+            if names := sorted([*names, *_other_names(got, want, tied)]):
                 verdict.wrong_bits.append(f"epoch {epoch}: restored before step {first}: {len(names)} of {len(want)} "
                                           f"parameters, first {names[0]}")  # fmt: skip
     steps = {v.optimizer_step - v.version for v in (*ours.versions, *theirs.versions)}
@@ -192,7 +192,7 @@ def _judge_end(verdict: Verdict, run: Run, calm: Run, setting: Setting) -> None:
     except AssertionError as error:
         verdict.wrong_bits.append(f"at the end {error}")
         return
-    if different := _other_names(ours, theirs):
+    if different := _other_names(ours, theirs, setting.tied):
         verdict.wrong_bits.append(f"parameters at the end that only one run has: {different}")
     for key in ours.keys() & theirs.keys():
         scale = theirs[key].abs().amax(dim=1, keepdim=True).clamp(min=1e-30)
@@ -208,12 +208,12 @@ def _by_name(state: Mapping[tuple[int, int, str], torch.Tensor]) -> dict[str, to
     return {f"{lane}/{name}": value for (_, lane, name), value in state.items()}
 
 
-def _other_names(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
+def _other_names(ours: Mapping[str, object], theirs: Mapping[str, object], tied: bool) -> list[str]:
     """Names that only one has. Where one stage has both ends of the model, there is no copy of a tied embedding."""
 
     def is_copy(name: str) -> bool:
         lane, _, parameter = name.partition("/")
-        return parameter == HEAD and f"{lane}/{EMBEDDING}" in ours
+        return tied and parameter == HEAD and f"{lane}/{EMBEDDING}" in ours
 
     return sorted(name for name in ours.keys() ^ theirs.keys() if not (name in theirs and is_copy(name)))
 
