@@ -37,19 +37,18 @@ after the handshake. A short token can be guessed by whoever has seen one handsh
 from __future__ import annotations
 
 import enum
-import hmac
-import os
 import struct
 from typing import NamedTuple
+
+from megatron_elas import proof
+from megatron_elas.proof import NONCE_BYTES, PROOF_BYTES, NotAMember
 
 HELLO_MAGIC = 0xE1A5_4E11
 
 _HEAD = struct.Struct("<IIIIQII")
-_NONCE_BYTES = 32
-_PROOF_BYTES = 32
-HELLO_BYTES = _HEAD.size + _NONCE_BYTES
-CHALLENGE_BYTES = _NONCE_BYTES + _PROOF_BYTES
-ANSWER_BYTES = _PROOF_BYTES
+HELLO_BYTES = _HEAD.size + NONCE_BYTES
+CHALLENGE_BYTES = NONCE_BYTES + PROOF_BYTES
+ANSWER_BYTES = PROOF_BYTES
 
 
 class HelloKind(enum.IntEnum):
@@ -83,19 +82,15 @@ class Hello(NamedTuple):
     """Of the dialling side."""
 
 
-class NotAMember(ValueError):
-    """The other side has not proven that it belongs to the job."""
-
-
 def make_key(token: str) -> bytes:
     """The secret that proofs are made with."""
-    return hmac.digest(token.encode(), b"megatron_elas link", "sha256")
+    return proof.make_key(token, b"megatron_elas link")
 
 
 def pack_hello(hello: Hello, nonce: bytes | None = None) -> bytes:
     """The bytes of a hello, with a new nonce unless one is given."""
     kind, worker, peer, channel, epoch = hello
-    return _HEAD.pack(HELLO_MAGIC, kind, worker, peer, channel, epoch, 0) + (nonce or os.urandom(_NONCE_BYTES))
+    return _HEAD.pack(HELLO_MAGIC, kind, worker, peer, channel, epoch, 0) + (nonce or proof.make_nonce())
 
 
 def parse_hello(data: bytes) -> Hello:
@@ -112,8 +107,8 @@ def parse_hello(data: bytes) -> Hello:
 
 def make_challenge(key: bytes, hello: bytes) -> bytes:
     """The listening side's nonce and proof, for the hello that came."""
-    nonce = os.urandom(_NONCE_BYTES)
-    return nonce + _prove(key, b"listener", hello, nonce)
+    nonce = proof.make_nonce()
+    return nonce + proof.prove(key, b"listener", hello, nonce)
 
 
 def answer_challenge(key: bytes, hello: bytes, challenge: bytes) -> bytes:
@@ -127,10 +122,9 @@ def answer_challenge(key: bytes, hello: bytes, challenge: bytes) -> bytes:
     Raises:
         NotAMember: The listening side's proof is wrong.
     """
-    nonce, proof = challenge[:_NONCE_BYTES], challenge[_NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _prove(key, b"listener", hello, nonce)):
-        raise NotAMember("it does not know the token of this job")
-    return _prove(key, b"dialler", hello, nonce)
+    nonce = challenge[:NONCE_BYTES]
+    proof.check_proof(challenge[NONCE_BYTES:], key, b"listener", hello, nonce)
+    return proof.prove(key, b"dialler", hello, nonce)
 
 
 def check_answer(key: bytes, hello: bytes, challenge: bytes, answer: bytes) -> None:
@@ -139,9 +133,4 @@ def check_answer(key: bytes, hello: bytes, challenge: bytes, answer: bytes) -> N
     Raises:
         NotAMember: It is wrong.
     """
-    if not hmac.compare_digest(answer, _prove(key, b"dialler", hello, challenge[:_NONCE_BYTES])):
-        raise NotAMember("it does not know the token of this job")
-
-
-def _prove(key: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(key, role + hello + nonce, "sha256")
+    proof.check_proof(answer, key, b"dialler", hello, challenge[:NONCE_BYTES])
