@@ -128,7 +128,7 @@ def run_elastic(
     events = log_dir / "events.jsonl"
     return Run(
         lines=[*told.splitlines(), *logs],
-        events=[json.loads(line) for line in events.read_text().splitlines()] if events.exists() else [],
+        events=[event for event in map(json.loads, events.read_text().splitlines()) if event["event"] == "recovery"],
     )
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
-from websockets.sync.client import connect
 
 from megatron_elas.cli import patch
 from megatron_elas.control.environment import TOKEN_VARIABLE
 from megatron_elas.control.messages import Answer, BadMessage, InjectRequest, StatusRequest, decode_answer, encode
 from megatron_elas.control.run_dir import JobFile, find_jobs
-from megatron_elas.control.wire import OPTIONS, make_headers
+from megatron_elas.control.wire import dial
+from megatron_elas.proof import NotAMember
 from megatron_elas.spec.errors import BadUsage, ElasticError, ExitCode
 from megatron_elas.spec.faults import GRAMMAR, parse_fault
 
@@ -138,11 +138,15 @@ def ask(address: str, token: str, request: InjectRequest | StatusRequest) -> Ans
         ElasticError: Nobody answers, or not to us.
     """
     try:
-        with connect(address, additional_headers=make_headers(token), proxy=None, **OPTIONS) as connection:
+        with dial(address, token) as connection:
             connection.send(encode(request))
             return decode_answer(connection.recv(timeout=ANSWER_TIMEOUT_S))
     except InvalidURI as error:
         raise BadUsage(f"--controller must be ws://HOST:PORT, got '{address}'") from error
+    except NotAMember as error:
+        raise ElasticError(
+            f"the controller at {address} does not share the secret that is known here: set {TOKEN_VARIABLE}"
+        ) from error
     except (OSError, InvalidHandshake, ConnectionClosed, BadMessage) as error:
         raise ElasticError(f"the controller at {address} does not answer: {error}") from error
 

@@ -7,6 +7,8 @@ import logging
 import signal
 from collections.abc import Callable, Iterable, Mapping
 
+import msgspec
+
 from megatron_elas.config import ControlTimeouts
 from megatron_elas.control.messages import Heard, KillWorker, StopAll, ToAgent, Welcome, WorkerExited, WorkerHung
 from megatron_elas.control.starter import Starter
@@ -93,9 +95,9 @@ class Agent:
             case KillWorker(worker=worker):
                 self._send_signal(signal.SIGKILL, [worker])
             case StopAll(signum=signum):
-                if not self.order_to_stop.done():
+                if not self.order_to_stop.done():  # a restarted controller gives its order again
                     self.order_to_stop.set_result(order)
-                self.stop(signum)
+                    self.stop(signum)
             case Welcome() | Heard():
                 pass
 
@@ -132,13 +134,14 @@ class Agent:
 
     def _note_death(self, death: WorkerEnded) -> None:
         """The worker is as good as gone: others need not wait until it has given its memory back."""
+        assert self._starter is not None
         self._send_signal(signal.SIGKILL, [death.worker])
-        self._tell(death)
+        self._tell(msgspec.structs.replace(death, why=self._starter.explain_death()))
 
     def _tell(self, end: WorkerEnded) -> None:
         if end.worker not in self._reported:
             self._reported.add(end.worker)
-            self._report(WorkerExited(worker=end.worker, status=end.status, at_s=end.at_s))
+            self._report(WorkerExited(worker=end.worker, status=end.status, at_s=end.at_s, why=end.why))
 
     async def wait_idle(self) -> None:
         """Until no worker runs."""

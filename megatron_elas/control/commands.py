@@ -57,6 +57,16 @@ class ShowRecovery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogLoss:
+    """For ``events.jsonl``: a worker is lost. Its recovery is another line there, later, if it comes to that."""
+
+    epoch: int
+    """That ends with it."""
+    worker: int
+    facts: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """A line for the log."""
 
@@ -72,4 +82,4 @@ class EndJob:
     sentence: str
 
 
-Command = Tell | TellAgent | WelcomeAgents | MakePlan | ShowRecovery | Note | EndJob
+Command = Tell | TellAgent | WelcomeAgents | MakePlan | ShowRecovery | LogLoss | Note | EndJob

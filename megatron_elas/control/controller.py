@@ -12,11 +12,12 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from megatron_elas.control import ending, joining, recovering
+from megatron_elas.control import ending, joining, recovering, rejoining
 from megatron_elas.control.commands import Note, Tell
 from megatron_elas.control.crashes import find_twin, shorten
-from megatron_elas.control.ending import Step, describe_status, dismiss, end_if_empty, finish, stop
-from megatron_elas.control.events import AgentLost, Event, PlanMade, PlanRefused, Terminate, Tick, WorkerSilent
+from megatron_elas.control.ending import Step, describe_exit, dismiss, end_if_empty, finish, stop
+from megatron_elas.control.events import AgentLost, Event, PlanMade, PlanRefused, Restarted, Tick, WorkerSilent
+from megatron_elas.control.launch import Launch
 from megatron_elas.control.messages import (
     AgentHello,
     Crashed,
@@ -28,12 +29,14 @@ from megatron_elas.control.messages import (
     PeerUnreachable,
     Recovered,
     Settled,
+    Stalled,
     Stop,
+    Terminate,
     WorkerExited,
     WorkerHung,
 )
 from megatron_elas.control.recovering import Training
-from megatron_elas.control.states import Ended, Gathering, Launch, Resuming, Roster, Running, Settling, State, Stopping
+from megatron_elas.control.states import Ended, Gathering, Resuming, Roster, Running, Settling, State, Stopping
 from megatron_elas.spec.errors import ExitCode
 from megatron_elas.spec.events import LossReason, WorkerLost
 
@@ -64,6 +67,8 @@ def step(state: State, event: Event, now: float) -> Step:
             return stop(state, 128 + signum, f"ended by {signal.Signals(signum).name}", signum)
         case Tick():
             return _check_deadlines(state, now)
+        case Restarted():
+            return rejoining.go_on(state, event)
         case Hello() if isinstance(state, Gathering):
             return joining.worker_joined(state, event, now)
         case PlanMade() | PlanRefused():
@@ -89,6 +94,8 @@ def _worker_spoke(state: Gathering | Training, event: Event, now: float) -> Step
         case WorkerSilent() if event.worker in state.roster.survivors:
             detail = f"no heartbeat for {event.silent_s:.1f} s"
             return _lose(state, [event.worker], LossReason.SILENT, detail, now)
+        case Stalled() if event.worker in state.roster.survivors and not isinstance(state, Gathering):
+            return _lose(state, [event.worker], LossReason.SILENT, event.detail, now)
         case WorkerHung() if event.worker in state.roster.survivors:
             return _lose(state, [event.worker], LossReason.SILENT, event.detail, now)
         case PeerUnreachable() if not isinstance(state, Gathering):
@@ -169,19 +176,21 @@ def _processes_changed(state: State, event: AgentHello | AgentLost | WorkerExite
     match event:
         case AgentHello() if isinstance(state, Gathering):
             return joining.agent_joined(state, event, now)
-        case WorkerExited(worker=worker, status=status):
+        case WorkerExited(worker=worker):
             if worker in state.roster.exited or not 0 <= worker < state.roster.launch.world_size:
                 return _ignore(state, event)
-            return _worker_exited(state, worker, status, now)
+            return _worker_exited(state, event, now)
         case AgentLost() if event.node in state.roster.agents:
             return _agent_lost(state, event, now)
         case _:
             return _ignore(state, event)
 
 
-def _worker_exited(state: State, worker: int, status: int, now: float) -> Step:
+def _worker_exited(state: State, event: WorkerExited, now: float) -> Step:
+    worker, status = event.worker, event.status
+    how = describe_exit(event)
     if isinstance(state, Gathering):
-        return joining.worker_exited(state, worker, status)
+        return joining.worker_exited(state, event)
     roster = replace(state.roster, exited={**state.roster.exited, worker: status})
     state = replace(state, roster=roster)
     match state:
@@ -190,18 +199,18 @@ def _worker_exited(state: State, worker: int, status: int, now: float) -> Step:
         case Stopping():
             return end_if_empty(state)
         case Running() | Settling() | Resuming() if worker in roster.finished:
-            note = Note(text=f"worker {worker} had finished, then {describe_status(status)}", warning=status != 0)
+            note = Note(text=f"worker {worker} had finished, then {how}", warning=status != 0)
             if roster.remaining:
                 return state, (note,)
             ended, commands = finish(roster)
             return ended, (note, *commands)
         case Settling() | Resuming() if worker in roster.lost:
-            outage = state.outage.with_exit(worker, describe_status(status))
+            outage = state.outage.with_exit(worker, how)
             return replace(state, outage=outage), ()
         case Running() if worker in roster.lost:
             return state, ()
         case _:
-            detail = describe_status(status) + (" before the end of training" if status == 0 else "")
+            detail = how + (" before the end of training" if status == 0 else "")
             return _lose(state, [worker], LossReason.EXITED, detail, now)
 
 
@@ -229,9 +238,10 @@ def _agent_lost(state: State, event: AgentLost, now: float) -> Step:
 
 
 def _lose_node(state: Training, workers: tuple[int, ...], event: AgentLost, now: float) -> Step:
-    reason, detail = LossReason.EXITED, f"the agent of node {event.node} is gone"
     if event.silent_s is not None:
-        reason, detail = LossReason.SILENT, f"node {event.node} did not answer for {event.silent_s:.1f} s"
+        detail = f"node {event.node} did not answer for {event.silent_s:.1f} s"
+        return _lose(state, workers, LossReason.SILENT, detail, now)
+    reason, detail = LossReason.EXITED, f"the agent of node {event.node} is gone"
     goodbye = Stop(exit_code=ExitCode.CUT_OFF, sentence=f"{detail}, so its workers were taken for lost")
     changed, commands = _lose(state, workers, reason, detail, now)
     return changed, (*commands, Tell(workers=workers, message=goodbye))

@@ -92,7 +92,7 @@ class DeathWatch:
         self._memory.wait(slot)
         if not self._closing and self._memory.lock(slot) == errno.EOWNERDEAD:
             at_s = time.time()
-            status = _dying_with(self.holder(slot))
+            status = status_of_dying(self.holder(slot))
             if status and not self._closing:
                 on_death(slot, status, at_s)
 
@@ -166,10 +166,13 @@ class _Memory:
         return ctypes.c_void_p(self._start + slot * _SLOT_BYTES + offset)
 
 
-def _dying_with(pid: int) -> int:
-    """Exit code of a process that is ending, or minus the signal number; 0 for one that lives, or says nothing."""
+def status_of_dying(pid: int) -> int | None:
+    """Exit code of a process that is ending, or minus the signal number; None for one that lives, or says nothing.
+
+    One that ends with 0 cannot be told from one that lives, before it is a zombie.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return os.waitstatus_to_exitcode(int(fields[-1]))
+        return os.waitstatus_to_exitcode(int(fields[-1])) or None
     except (OSError, ValueError, IndexError):
-        return 0
+        return None

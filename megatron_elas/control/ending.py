@@ -6,7 +6,7 @@ import signal
 from dataclasses import replace
 
 from megatron_elas.control.commands import Command, EndJob, Note, Tell, TellAgent
-from megatron_elas.control.messages import Stop, StopAll
+from megatron_elas.control.messages import Stop, StopAll, WorkerExited
 from megatron_elas.control.states import Ended, Roster, State, Stopping
 from megatron_elas.spec.errors import ExitCode
 
@@ -73,6 +73,11 @@ def describe_status(status: int) -> str:
         return f"killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"killed by signal {-status}"
+
+
+def describe_exit(event: WorkerExited) -> str:
+    """The status, and what else its agent knew."""
+    return f"{describe_status(event.status)}, {event.why}" if event.why else describe_status(event.status)
 
 
 def exit_code_of(status: int) -> int:

@@ -15,6 +15,8 @@ from megatron_elas.control.messages import (
     PeerUnreachable,
     Recovered,
     Settled,
+    Stalled,
+    Terminate,
     WorkerExited,
     WorkerHung,
 )
@@ -62,10 +64,11 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terminate:
-    """The launcher got a signal that asks it to end."""
+class Restarted:
+    """This is a new process that goes on where an earlier controller was killed."""
 
-    signum: int
+    away_s: float
+    """Since that one ended; counts against nobody."""
 
 
 Event = (
@@ -80,7 +83,9 @@ Event = (
     | PlanMade
     | PlanRefused
     | Recovered
+    | Restarted
     | Settled
+    | Stalled
     | LeaveOut
     | Terminate
     | Tick

@@ -1,13 +1,15 @@
-"""Node 0 of a job: the controller, and the agent of the node's own workers, in one process."""
+"""Node 0 of a job: the agent of the node's own workers, and the process that the controller runs in."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,16 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elas.control.agent import Agent
-from megatron_elas.control.commands import EndJob, ShowRecovery
-from megatron_elas.control.events import Terminate
+from megatron_elas.control.commands import EndJob
+from megatron_elas.control.controller_keeper import ControllerKeeper
 from megatron_elas.control.launch_options import LaunchOptions, make_job_file, make_requests, make_shared_environ
-from megatron_elas.control.messages import AgentHello, ToAgent, Welcome
+from megatron_elas.control.messages import AgentHeartbeat, AgentHello, Setup, Show, Terminate, ToAgent, Welcome
 from megatron_elas.control.run_dir import make_run_dir, write_job_file
-from megatron_elas.control.service import ControlService
 from megatron_elas.control.signals import handling_signals
+from megatron_elas.control.wire import BACKLOG
 from megatron_elas.spec.errors import BadUsage
 
 logger = logging.getLogger(__name__)
+
+JOURNAL_FILE = "journal"
+"""The controller's, in the job's private folder."""
+LEAST_SILENCE_S = 5.0
+"""A controller is not killed for a shorter silence; the machine may be busy."""
 
 
 async def run_first_node(options: LaunchOptions) -> EndJob:
@@ -34,7 +41,7 @@ async def run_first_node(options: LaunchOptions) -> EndJob:
         BadUsage: A port is in use, or preloading failed. Nothing runs any more then.
     """
     node = FirstNode(options)
-    with handling_signals(node.terminate), make_run_dir() as run_dir:
+    with make_run_dir() as run_dir:
         return await node.run(run_dir)
 
 
@@ -45,65 +52,84 @@ class FirstNode:
         """Prepare; raises BadUsage when the master port is in use."""
         self._options = options
         self._agent: Agent | None = None
+        self._keeper: ControllerKeeper | None = None
         self._start_workers: Callable[[], None] | None = None
+        self._shown: set[tuple[str, int, int]] = set()
         self._welcome = Welcome(
             master_address=options.master_address,
             master_port=_find_port() if options.master_port is None else _check_port(options.master_port),
             run_id=options.run_id,
         )
-        self._service = ControlService(
-            launch=options.launch,
-            token=options.token,
-            welcome=self._welcome,
-            local_agent=self._order_agent,
-            show=self._show,
-        )
 
     def terminate(self, signum: int) -> None:
         """A signal came. The second one is not as patient as the first."""
-        if self._agent is not None and self._agent.order_to_stop.done():
+        assert self._keeper is not None, "signals are handled from then on"
+        if self._agent is not None and (self._agent.order_to_stop.done() or self._keeper.ended.done()):
             self._agent.stop(signum)
         else:
-            self._service.apply(Terminate(signum=signum))
+            self._keeper.say(Terminate(signum=signum))
 
     async def run(self, run_dir: Path) -> EndJob:
         """From listening to the end of the last worker."""
         options = self._options
-        host = "127.0.0.1" if options.nnodes == 1 else "0.0.0.0"
         async with contextlib.AsyncExitStack() as stack:
-            try:
-                port = await stack.enter_async_context(self._service.serve(host, options.controller_port))
-            except OSError as error:
-                raise BadUsage(_explain_no_port(options, host, error)) from error
+            listener = stack.enter_context(_listen(options))
+            port = int(listener.getsockname()[1])
+            self._keeper = keeper = self._make_keeper(listener, run_dir)
+            stack.push_async_callback(keeper.close)
+            stack.enter_context(handling_signals(self.terminate))
+            keeper.start()
             write_job_file(run_dir, make_job_file(options, "127.0.0.1", port))
-            agent = await self._launch_agent()
+            agent = await self._launch_agent(keeper)
             if agent is not None:
                 stack.push_async_callback(agent.close)
                 environ = make_shared_environ(options, os.environ)
                 requests = make_requests(options, self._welcome, port, run_dir, environ)
                 self._agent = agent
                 self._start_workers = functools.partial(agent.start, requests)
-                self._service.apply(AgentHello(node=0, host=socket.gethostname(), workers=options.workers))
-                await stack.enter_async_context(self._vouching(agent))
-            return await asyncio.shield(self._service.ended)
+                keeper.say(AgentHello(node=0, host=socket.gethostname(), workers=options.workers))
+                await stack.enter_async_context(self._beating(agent, keeper))
+            end = await asyncio.shield(keeper.ended)
+            if agent is not None and agent.running and not agent.order_to_stop.done():
+                agent.stop(signal.SIGTERM)  # there is no controller that would say so
+                await agent.wait_idle()
+            self._log("end", {"exit_code": int(end.exit_code), "sentence": end.sentence})
+            return end
+
+    def _make_keeper(self, listener: socket.socket, run_dir: Path) -> ControllerKeeper:
+        options = self._options
+        return ControllerKeeper(
+            listener=listener,
+            setup=Setup(
+                launch=options.launch,
+                token=options.token,
+                welcome=self._welcome,
+                journal=str(run_dir / JOURNAL_FILE),
+                down_since_s=None,
+            ),
+            # Sooner than the leases of other nodes end, unless they are very short.
+            silence_limit_s=max(LEAST_SILENCE_S, options.timeouts.heartbeat_timeout_s / 2),
+            on_message=self._hear,
+            on_restart=lambda how: self._log("controller_restarted", {"reason": how}),
+        )
 
     @contextlib.asynccontextmanager
-    async def _vouching(self, agent: Agent) -> AsyncIterator[None]:
-        """Tell the controller whose pulses beat, as the agents of other nodes do with their heartbeats."""
+    async def _beating(self, agent: Agent, keeper: ControllerKeeper) -> AsyncIterator[None]:
+        """Tell the controller whose pulses beat, as the agents of other nodes do."""
 
-        async def vouch() -> None:
-            while True:
-                self._service.vouch(agent.take_beating())
+        async def beat() -> None:
+            for number in itertools.count():
+                keeper.say(AgentHeartbeat(node=0, number=number, beating=agent.take_beating()))
                 await asyncio.sleep(self._options.timeouts.heartbeat_interval_s)
 
-        task = asyncio.create_task(vouch())
+        task = asyncio.create_task(beat())
         try:
             yield
         finally:
             task.cancel()
             await asyncio.wait({task})
 
-    async def _launch_agent(self) -> Agent | None:
+    async def _launch_agent(self, keeper: ControllerKeeper) -> Agent | None:
         """The agent, or None when the job was ended while it preloaded."""
         options = self._options
         launching = asyncio.create_task(
@@ -111,10 +137,10 @@ class FirstNode:
                 preload=options.preload,
                 environ=make_shared_environ(options, os.environ),
                 timeouts=options.timeouts,
-                report=self._service.hear_of_worker,
+                report=keeper.say,
             )
         )
-        either: set[asyncio.Future[Any]] = {launching, self._service.ended}
+        either: set[asyncio.Future[Any]] = {launching, keeper.ended}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not launching.done():
             launching.cancel()
@@ -123,29 +149,48 @@ class FirstNode:
             return None
         return launching.result()
 
-    def _order_agent(self, order: ToAgent) -> None:
-        if isinstance(order, Welcome) and self._start_workers is not None:
-            self._start_workers()
-        elif self._agent is not None:
-            self._agent.obey(order)
+    def _hear(self, message: ToAgent | Show) -> None:
+        match message:
+            case Show():
+                self._show(message)
+            case Welcome():
+                if self._start_workers is not None:
+                    start, self._start_workers = self._start_workers, None
+                    start()
+            case _:
+                if self._agent is not None:
+                    self._agent.obey(message)
 
-    def _show(self, recovery: ShowRecovery) -> None:
-        """Tell of a recovery. A full disk or a terminal that is gone must not end the job that has just recovered."""
-        for write in (_print_recovery, self._log_recovery):
+    def _show(self, news: Show) -> None:
+        """Tell people and programs, once. A full disk or a terminal that is gone must not end the job."""
+        key = (news.event, news.epoch, news.worker)
+        if key in self._shown:  # said by a controller that was killed right after
+            return
+        self._shown.add(key)
+        if news.text:
             try:
-                write(recovery)
+                print(news.text, flush=True)
             except OSError as error:
-                logger.warning("the recovery of epoch %d could not be written down: %s", recovery.epoch, error)
+                logger.warning("the %s of epoch %d could not be written down: %s", news.event, news.epoch, error)
+        self._log(news.event, {"epoch": news.epoch, **news.facts})
 
-    def _log_recovery(self, recovery: ShowRecovery) -> None:
-        if self._options.log_dir is not None:
-            head = {"event": "recovery", "epoch": recovery.epoch, "time_s": time.time()}
+    def _log(self, event: str, facts: dict[str, Any]) -> None:
+        if self._options.log_dir is None:
+            return
+        try:
             with (self._options.log_dir / "events.jsonl").open("a") as file:
-                file.write(json.dumps({**head, **recovery.facts, **recovery.phases_ms}) + "\n")
+                file.write(json.dumps({"event": event, "time_s": time.time(), **facts}) + "\n")
+        except OSError as error:
+            logger.warning("the event '%s' could not be written down: %s", event, error)
 
 
-def _print_recovery(recovery: ShowRecovery) -> None:
-    print(recovery.text, flush=True)
+def _listen(options: LaunchOptions) -> socket.socket:
+    """The socket that the controllers take clients from, one controller after the other. Raises BadUsage."""
+    host = "127.0.0.1" if options.nnodes == 1 else "0.0.0.0"
+    try:
+        return socket.create_server((host, options.controller_port), backlog=BACKLOG)
+    except OSError as error:
+        raise BadUsage(_explain_no_port(options, host, error)) from error
 
 
 def _explain_no_port(options: LaunchOptions, host: str, error: OSError) -> str:

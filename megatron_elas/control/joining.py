@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_elas.control.commands import MakePlan, Note, Tell, WelcomeAgents
-from megatron_elas.control.ending import Step, describe_status, exit_code_of, finish, stop
-from megatron_elas.control.messages import PROTOCOL_VERSION, AgentHello, Hello, Start
+from megatron_elas.control.ending import Step, describe_exit, describe_status, exit_code_of, finish, stop
+from megatron_elas.control.messages import PROTOCOL_VERSION, AgentHello, Hello, Start, WorkerExited
 from megatron_elas.control.states import Gathering, Roster, Running
 from megatron_elas.spec.errors import ExitCode
 from megatron_elas.spec.plan import ElasticPlan
@@ -25,7 +25,7 @@ def find_agent_problem(roster: Roster, hello: AgentHello) -> str | None:
         )
     if not 0 <= hello.node < launch.nnodes:
         return f"--node-rank {hello.node} is not one of 0 to {launch.nnodes - 1} (--nnodes of node 0)"
-    if hello.node in roster.agents:
+    if hello.node in roster.agents and not hello.again:
         return f"--node-rank {hello.node} is taken by another node: give every node its own"
     if hello.workers != launch.workers_of(hello.node):
         return (
@@ -95,16 +95,17 @@ def plan_made(state: Gathering, plan: ElasticPlan) -> Step:
     return Running(roster=state.roster, plan=plan), (Tell(workers=workers, message=start), note)
 
 
-def worker_exited(state: Gathering, worker: int, status: int) -> Step:
+def worker_exited(state: Gathering, event: WorkerExited) -> Step:
     """End as the process did when nobody joined (a plain job), else say that it is too early to lose one."""
+    worker, status, how = event.worker, event.status, describe_exit(event)
     roster = replace(state.roster, exited={**state.roster.exited, worker: status})
     state = replace(state, roster=roster)
     if status in OWN_EXIT_CODES:
-        return stop(state, status, f"worker {worker} {describe_status(status)}")
-    if roster.hellos:
-        return lost_too_early(state, worker, describe_status(status))
+        return stop(state, status, f"worker {worker} {how}")
+    if roster.hellos or (roster.launch.elastic and status < 0):
+        return lost_too_early(state, worker, how)
     if status != 0:
-        return stop(state, exit_code_of(status), f"worker {worker} {describe_status(status)}")
+        return stop(state, exit_code_of(status), f"worker {worker} {how}")
     return (state, ()) if roster.remaining else finish(roster)
 
 

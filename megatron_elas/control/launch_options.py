@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_elas.config import ControlTimeouts
 from megatron_elas.control.environment import WorkerEnvironment
+from megatron_elas.control.launch import Launch
 from megatron_elas.control.messages import Welcome
 from megatron_elas.control.run_dir import JobFile
 from megatron_elas.control.starter_messages import StartWorker, Target
-from megatron_elas.control.states import Launch
+
+ELASTIC_FLAG = "--elastic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +49,29 @@ class LaunchOptions:
     @property
     def launch(self) -> Launch:
         """What the controller must know."""
-        return Launch(nnodes=self.nnodes, workers_per_node=self.workers_per_node, timeouts=self.timeouts)
+        return Launch(
+            nnodes=self.nnodes,
+            workers_per_node=self.workers_per_node,
+            timeouts=self.timeouts,
+            elastic=says_elastic(self.target.arguments),
+        )
 
     @property
     def workers(self) -> tuple[int, ...]:
         """Of this node."""
         return self.launch.workers_of(self.node_rank)
+
+
+def says_elastic(arguments: Sequence[str]) -> bool:
+    """Whether ``--elastic`` is among a script's arguments, or in a file that they name with ``@``, as ours may be."""
+    for argument in arguments:
+        if argument == ELASTIC_FLAG:
+            return True
+        if argument.startswith("@"):
+            with contextlib.suppress(OSError, UnicodeDecodeError):  # its reader has the sentence for that
+                if ELASTIC_FLAG in Path(argument[1:]).read_text(encoding="utf-8").split():
+                    return True
+    return False
 
 
 def make_shared_environ(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str, str]:

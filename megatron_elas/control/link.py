@@ -1,8 +1,8 @@
 """A worker's connection to the controller. Plain threads, so that it lives beside any training loop.
 
 Two daemon threads: one reads what the controller says and acts on it at once, one sends heartbeats. Beside them is the
-pulse, for the agent, which needs no interpreter. When the controller is gone training goes on; only what needs an
-answer from it fails.
+pulse, for the agent, which needs no interpreter. When the controller is gone training goes on; the reader connects
+again, says what the worker has seen and repeats what was not noted, and what needs an answer waits for it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import threading
 import time
 from collections.abc import Callable
 
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
-from websockets.sync.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
+from websockets.sync.client import ClientConnection
 
 from megatron_elas.control import death_watch
 from megatron_elas.control.messages import (
     BadMessage,
+    Finished,
     Heartbeat,
     Hello,
+    HelloAgain,
     Inject,
     Message,
+    Noted,
     Quiesce,
     Recover,
     Start,
@@ -33,10 +36,19 @@ from megatron_elas.control.messages import (
     decode_to_worker,
     encode,
 )
-from megatron_elas.control.wire import OPTIONS, detect_dead_peers, make_headers
+from megatron_elas.control.outbox import Outbox
+from megatron_elas.control.wire import PROTOCOL_VIOLATION, dial
+from megatron_elas.proof import NotAMember
 from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged
 
 logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
+"""Between attempts to connect again; doubled each time."""
+FAREWELL_S = 10.0
+"""For the controller to note what was said last, before this process ends."""
+LEAVE_S = 2.0
+"""For a thread to end; one that is connecting stays behind, being a daemon."""
 
 
 class ControlLink:
@@ -54,6 +66,7 @@ class ControlLink:
         heartbeat_interval_s: float,
         on_quiesce: Callable[[Quiesce], None],
         on_inject: Callable[[str], None],
+        patience_s: float = 60.0,
     ) -> None:
         """Connect and send ``hello``.
 
@@ -64,12 +77,16 @@ class ControlLink:
             heartbeat_interval_s: Between heartbeats.
             on_quiesce: Called at once when an epoch ends. Typically cancels communication.
             on_inject: Called with the text of a fault.
+            patience_s: When nobody listens at the address for so long, the controller will not come back. (While one is
+                started anew its launcher listens for it.)
 
         Raises:
             BadUsage: The controller refused the token, or the address is none.
             ElasticError: Nobody answers at the address.
         """
+        self._address, self._token, self._hello = address, token, hello
         self._worker = hello.worker
+        self._patience_s = patience_s
         self._on_quiesce = on_quiesce
         self._on_inject = on_inject
         self._heartbeat_interval_s = heartbeat_interval_s
@@ -81,8 +98,14 @@ class ControlLink:
         self._closing = threading.Event()
         self._epoch = 0
         self._step = 0
-        self._resources = contextlib.ExitStack()
-        self._connection = self._resources.enter_context(_connect(address, token))
+        self._plan_epoch = -1
+        self._finished = False
+        self._outbox = Outbox()
+        self._sending = threading.Lock()
+        """Held while the outbox and what goes out change together."""
+        self._all_noted = threading.Condition(self._sending)
+        self._connection = _connect(address, token)
+        self._connected = True
         self.send(hello)
         self._threads = [
             threading.Thread(target=self._read, name="elas-link", daemon=True),
@@ -97,12 +120,14 @@ class ControlLink:
     def send(self, message: Message) -> None:
         """Send now: when this returns the message has left the process, or the controller is gone.
 
-        A gone controller is no error here: it is logged once, and training goes on.
+        A gone controller is no error here: training goes on, and the next one is sent what this one has not noted.
         """
-        try:
-            self._connection.send(encode(message))
-        except ConnectionClosed as error:
-            self._note_gone(str(error))
+        with self._sending:
+            self._outbox.keep(message)
+            self._finished |= isinstance(message, Finished)
+            if self._connected:
+                with contextlib.suppress(ConnectionClosed):  # the reader notices, and connects again
+                    self._connection.send(encode(message))
 
     def progress(self, epoch: int, step: int) -> None:
         """What the next heartbeats say."""
@@ -167,29 +192,83 @@ class ControlLink:
                 self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
 
     def close(self) -> None:
-        """Say goodbye and end the threads. May be called again."""
+        """Say goodbye, once everything said was noted, and end the threads. May be called again."""
+        with self._all_noted:
+            if not self._all_noted.wait_for(lambda: self._outbox.empty or self._gone is not None, FAREWELL_S):
+                logger.warning("worker %d: the controller has not noted what this worker said last", self._worker)
         self._closing.set()
         death_watch.stop_pulse()
-        self._resources.close()
+        self._connection.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(LEAVE_S)
 
     # ------------------------------------------------------------ threads
 
     def _read(self) -> None:
         try:
-            for text in self._connection:
-                self._act(decode_to_worker(text))
-        except ConnectionClosed as error:
-            self._note_gone(str(error))
+            while True:
+                why = self._read_to_the_end()
+                if self._closing.is_set():
+                    return
+                logger.warning("worker %d: the controller is gone (%s); training goes on", self._worker, why)
+                if not self._connect_again():
+                    return
+                logger.warning("worker %d: the controller is back", self._worker)
         except BadMessage as error:
             self._note_gone(str(error))
         except Exception as error:  # the thread's boundary: if it died silently, waits would never end
             logger.exception("worker %d: acting on a message of the controller failed", self._worker)
             self._note_gone(f"acting on its message failed with {type(error).__name__}: {error}")
-        else:
-            self._note_gone("it closed the connection")
+
+    def _read_to_the_end(self) -> str:
+        """Act on what the controller says; gives how the connection ended."""
+        try:
+            for text in self._connection:
+                self._act(decode_to_worker(text))
+        except ConnectionClosed as error:
+            if error.rcvd is not None and error.rcvd.code == PROTOCOL_VIOLATION:
+                raise BadMessage(f"it refused what this worker said: {error.rcvd.reason}") from error
+            return str(error)
+        finally:
+            with self._sending:
+                self._connected = False
+        return "it closed the connection"
+
+    def _connect_again(self) -> bool:
+        """Until somebody answers; False when this worker leaves, or nobody will."""
+        pause_s, deadline = FIRST_PAUSE_S, time.monotonic() + self._patience_s
+        while not self._closing.wait(pause_s):
+            try:
+                connection = dial(self._address, self._token)
+            except NotAMember as error:
+                self._note_gone(f"at its address is somebody else: {error}")
+                return False
+            except (OSError, InvalidHandshake) as error:
+                if isinstance(error, ConnectionRefusedError) and time.monotonic() > deadline:
+                    self._note_gone(f"nobody has answered at {self._address} for {self._patience_s:g} s: {error}")
+                    return False
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                continue
+            if self._closing.is_set():
+                connection.close()
+            elif self._speak_again(connection):
+                return True
+        return False
+
+    def _speak_again(self, connection: ClientConnection) -> bool:
+        """The first words on a new connection; False when it broke meanwhile."""
+        with self._sending:
+            again = HelloAgain(
+                hello=self._hello, epoch=self.latest_epoch, plan_epoch=self._plan_epoch, finished=self._finished
+            )
+            try:
+                for message in (again, *self._outbox.repeat()):
+                    connection.send(encode(message))
+            except ConnectionClosed:
+                return False
+            self._connection, self._connected = connection, True
+            return True
 
     def _act(self, message: ToWorker) -> None:
         match message:
@@ -205,6 +284,10 @@ class ControlLink:
                 self._keep(start=message)
             case Recover():
                 self._keep(recover=message)
+            case Noted(count=count):
+                with self._all_noted:
+                    self._outbox.note(count)
+                    self._all_noted.notify_all()
 
     def _keep(
         self, *, start: Start | None = None, quiesce: Quiesce | None = None, recover: Recover | None = None
@@ -213,6 +296,9 @@ class ControlLink:
             self._start = start or self._start
             self._quiesce = quiesce or self._quiesce
             self._recover = recover or self._recover
+            for order in (start, recover):
+                if order is not None:
+                    self._plan_epoch = max(self._plan_epoch, order.plan.epoch)
             self._changed.notify_all()
 
     def _beat(self) -> None:
@@ -225,28 +311,26 @@ class ControlLink:
                 self._gone = why
                 if not self._closing.is_set():
                     logger.warning(
-                        "worker %d: the controller is gone (%s); training goes on, but the next loss ends it",
+                        "worker %d: the controller stays away (%s); training goes on, but the next loss ends it",
                         self._worker,
                         why,
                     )
             self._changed.notify_all()
+        with self._all_noted:
+            self._all_noted.notify_all()
 
 
 def _connect(address: str, token: str) -> ClientConnection:
     try:
-        # proxy: an HTTP proxy of the environment must not see what stays inside the cluster.
-        connection = connect(address, additional_headers=make_headers(token), proxy=None, **OPTIONS)
+        return dial(address, token)
     except InvalidURI as error:
         raise BadUsage(f"controller address '{address}' is not of the form ws://host:port: {error}") from error
-    except InvalidStatus as error:
+    except NotAMember as error:
         raise BadUsage(
-            f"the controller at {address} refused this process (HTTP {error.response.status_code}): ELAS_TOKEN is not "
-            f"that of the job"
+            f"the controller at {address} and this process do not share a secret: ELAS_TOKEN is not that of the job"
         ) from error
     except (OSError, InvalidHandshake) as error:
         raise ElasticError(f"no controller answers at {address} ({error}): is elasrun still running?") from error
-    detect_dead_peers(connection.socket)
-    return connection
 
 
 def _end_process(worker: int, stop: Stop) -> None:

@@ -6,8 +6,11 @@ The bytes never name code, so a stranger can at worst be told no.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
+from megatron_elas.control.launch import Launch
 from megatron_elas.spec.events import WorkerLost
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan, Settlement
@@ -40,6 +43,22 @@ class Hello(Message, kw_only=True):
     job: JobSpec
 
 
+class HelloAgain(Message, kw_only=True):
+    """First message of a worker that was connected before: the controller was restarted, or the link broke.
+
+    Then come its messages that were not ``Noted``.
+    """
+
+    hello: Hello
+    """As it was."""
+    epoch: int
+    """The newest that was announced to it."""
+    plan_epoch: int
+    """Of the newest plan that it got; -1: none."""
+    finished: bool
+    """It has sent ``Finished``."""
+
+
 class Heartbeat(Message, kw_only=True):
     """Sent every ``heartbeat_interval_s`` from a thread of its own."""
 
@@ -55,6 +74,14 @@ class PeerUnreachable(Message, kw_only=True):
     epoch: int
     peer: int
     detail: str
+
+
+class Stalled(Message, kw_only=True):
+    """The worker's main thread makes no progress, and waits for no other worker; said by another thread."""
+
+    worker: int
+    detail: str
+    """For people: since when, the limit, and the place in its code."""
 
 
 class LeaveOut(Message, kw_only=True):
@@ -151,6 +178,15 @@ class Inject(Message, kw_only=True):
     fault: str
 
 
+class Noted(Message, kw_only=True):
+    """So many messages of this connection, not counting hellos and heartbeats, need not be sent again.
+
+    The controller has written them to its journal, or they changed nothing.
+    """
+
+    count: int
+
+
 class Stop(Message, kw_only=True):
     """End now with this exit code."""
 
@@ -168,6 +204,8 @@ class AgentHello(Message, kw_only=True):
     node: int
     host: str
     workers: tuple[int, ...]
+    again: bool = False
+    """It was connected before. Then come all that it has ever said of its workers."""
 
 
 class Welcome(Message, kw_only=True):
@@ -184,6 +222,8 @@ class WorkerExited(Message, kw_only=True):
     worker: int
     status: int
     at_s: float
+    why: str = ""
+    """What else is known about it, for people."""
 
 
 class WorkerHung(Message, kw_only=True):
@@ -228,6 +268,44 @@ class StopAll(Message, kw_only=True):
     """The first signal."""
 
 
+# ---------------------------------------------------------------- launcher of node 0 <-> controller
+
+
+class Setup(Message, kw_only=True):
+    """First line of the launcher: what the controller needs to know."""
+
+    launch: Launch
+    token: str
+    welcome: Welcome
+    journal: str
+    """Path; written by earlier controllers of the job, if there were any."""
+    down_since_s: float | None
+    """``time.time()`` when the one before ended; None for the first one."""
+
+
+class Terminate(Message, kw_only=True):
+    """The launcher got a signal that asks it to end."""
+
+    signum: int
+
+
+class Show(Message, kw_only=True):
+    """Print the text, unless it is empty, and append the line to ``events.jsonl``; once per event, epoch and worker."""
+
+    event: str
+    epoch: int
+    worker: int = -1
+    text: str
+    facts: dict[str, Any]
+
+
+class JobEnded(Message, kw_only=True):
+    """Nothing is left to do, and the controller ends. The sentence says why, unless it is empty."""
+
+    exit_code: int
+    sentence: str
+
+
 # ---------------------------------------------------------------- tools <-> controller
 
 
@@ -257,8 +335,10 @@ class Answer(Message, kw_only=True):
 
 FromClient = (
     Hello
+    | HelloAgain
     | Heartbeat
     | PeerUnreachable
+    | Stalled
     | LeaveOut
     | Settled
     | Recovered
@@ -275,15 +355,23 @@ FromClient = (
 )
 """What the controller reads."""
 
-ToWorker = Start | Quiesce | Recover | Inject | Stop
+ToWorker = Start | Quiesce | Recover | Inject | Noted | Stop
 """What a worker reads."""
 
 ToAgent = Welcome | Heard | KillWorker | StopAll
 """What an agent reads."""
 
+FromLauncher = Setup | AgentHello | AgentHeartbeat | WorkerExited | WorkerHung | Terminate
+"""What the controller reads from the launcher of node 0, which is also that node's agent."""
+
+ToLauncher = ToAgent | Show | JobEnded
+"""What that launcher reads."""
+
 _from_client: msgspec.json.Decoder[FromClient] = msgspec.json.Decoder(FromClient)
 _to_worker: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)
 _to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
+_from_launcher: msgspec.json.Decoder[FromLauncher] = msgspec.json.Decoder(FromLauncher)
+_to_launcher: msgspec.json.Decoder[ToLauncher] = msgspec.json.Decoder(ToLauncher)
 _answer: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 _encoder = msgspec.json.Encoder()
 
@@ -310,6 +398,16 @@ def decode_to_worker(text: str | bytes) -> ToWorker:
 def decode_to_agent(text: str | bytes) -> ToAgent:
     """Read what the controller sent to an agent. Raises BadMessage."""
     return _decode(_to_agent, text)
+
+
+def decode_from_launcher(text: str | bytes) -> FromLauncher:
+    """Read what the launcher of node 0 said to its controller. Raises BadMessage."""
+    return _decode(_from_launcher, text)
+
+
+def decode_to_launcher(text: str | bytes) -> ToLauncher:
+    """Read what the controller said to the launcher of node 0. Raises BadMessage."""
+    return _decode(_to_launcher, text)
 
 
 def decode_answer(text: str | bytes) -> Answer:

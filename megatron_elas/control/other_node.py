@@ -11,9 +11,9 @@ import socket
 from typing import Any
 
 import msgspec
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.connection import broadcast
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from megatron_elas.control.agent import Agent
 from megatron_elas.control.commands import EndJob
@@ -38,13 +38,16 @@ from megatron_elas.control.messages import (
 )
 from megatron_elas.control.run_dir import make_run_dir, write_job_file
 from megatron_elas.control.signals import handling_signals
-from megatron_elas.control.wire import OPTIONS, detect_dead_peers, make_headers
+from megatron_elas.control.wire import dial_async
+from megatron_elas.proof import NotAMember
 from megatron_elas.spec.errors import BadUsage, ExitCode, NotStarted
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 """Between attempts to reach node 0, which may be started later."""
+RETRY_AGAIN_S = 0.1
+"""The same when the connection has ended: the controller may be started again."""
 
 
 async def run_other_node(options: LaunchOptions) -> EndJob:
@@ -64,7 +67,7 @@ async def run_other_node(options: LaunchOptions) -> EndJob:
             preload=options.preload, environ=environ, timeouts=options.timeouts, report=node.report
         )
         stack.push_async_callback(agent.close)
-        connection = await stack.enter_async_context(await _reach(options))
+        connection = await _reach(options)
         stack.push_async_callback(node.leave)
         order = await node.join(agent, connection)
         if isinstance(order, StopAll):
@@ -78,8 +81,9 @@ async def run_other_node(options: LaunchOptions) -> EndJob:
 class OtherNode:
     """Connects this node's agent and the controller.
 
-    Its workers live no longer than its lease (``lease.py``), nor than its connection: a controller that lives takes
-    them for lost then, and one that does not has taken node 0 with it, without which nobody trains on.
+    Its workers live no longer than its lease (``lease.py``). When its connection ends it comes back, unless node 0 has
+    closed its port: then the launcher there has ended, without which nobody trains on. A controller that lived all the
+    while has taken the node for lost, and says so; one that was started again goes on with it.
     """
 
     _agent: Agent
@@ -94,9 +98,11 @@ class OtherNode:
         """Why, as a clause."""
         self._signalled: asyncio.Future[int] = loop.create_future()
         self._tasks: list[asyncio.Task[None]] = []
+        self._reported: list[WorkerExited | WorkerHung] = []
 
     def report(self, message: WorkerExited | WorkerHung) -> None:
-        """Tell the controller of a worker."""
+        """Tell the controller of a worker; one that is started again, too."""
+        self._reported.append(message)
         broadcast([self._connection], encode(message))
 
     async def join(self, agent: Agent, connection: ClientConnection) -> Welcome | StopAll:
@@ -104,14 +110,18 @@ class OtherNode:
         self._agent, self._connection = agent, connection
         options = self._options
         self._lease = Lease(options.timeouts, read_clock())
-        hello = AgentHello(node=options.node_rank, host=socket.gethostname(), workers=options.workers)
-        await connection.send(encode(hello))
+        await connection.send(encode(self._hello))
         self._tasks = [asyncio.create_task(self._obey()), asyncio.create_task(self._keep_lease())]
         either: set[asyncio.Future[Any]] = {self._answered, self._cut_off}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not self._answered.done():
             raise NotStarted(f"{self._cut_off.result()} before the workers were started: see its output")
         return self._answered.result()
+
+    @property
+    def _hello(self) -> AgentHello:
+        options = self._options
+        return AgentHello(node=options.node_rank, host=socket.gethostname(), workers=options.workers)
 
     def terminate(self, signum: int) -> None:
         """A signal came: end this node's workers; the job goes on without them."""
@@ -143,8 +153,35 @@ class OtherNode:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        await self._connection.close()
 
     async def _obey(self) -> None:
+        while not self._cut_off.done():
+            await self._obey_to_the_end()
+            if not self._agent.order_to_stop.done() and not self._cut_off.done():
+                logger.warning("the controller on node 0 is gone; training goes on")
+            if not await self._come_back():
+                self._end_workers("the controller on node 0 is gone")
+                return
+
+    async def _come_back(self) -> bool:
+        """Connect again, for as long as the lease lasts; False when node 0 does not even listen."""
+        options = self._options
+        while True:
+            try:
+                connection = await dial_async(_address_of(options), options.token)
+                for message in (msgspec.structs.replace(self._hello, again=True), *self._reported):
+                    await connection.send(encode(message))
+            except (ConnectionRefusedError, NotAMember):
+                return False
+            except (OSError, InvalidHandshake, ConnectionClosed):
+                await asyncio.sleep(RETRY_AGAIN_S)
+                continue
+            self._connection = connection
+            return True
+
+    async def _obey_to_the_end(self) -> None:
+        """Until the connection ends."""
         try:
             async for text in self._connection:
                 match decode_to_agent(text):
@@ -158,7 +195,6 @@ class OtherNode:
                         self._agent.obey(order)
         except ConnectionClosed:
             pass
-        self._end_workers("the controller on node 0 is gone")
 
     async def _keep_lease(self) -> None:
         lease = self._lease
@@ -187,18 +223,16 @@ class OtherNode:
 
 async def _reach(options: LaunchOptions) -> ClientConnection:
     """Connect to node 0, waiting for it as long as workers may take to join."""
-    address = f"ws://{format_host(options.controller_host)}:{options.controller_port}"
+    address = _address_of(options)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + options.timeouts.join_timeout_s
     while True:
         try:
-            connection = await connect(address, additional_headers=make_headers(options.token), proxy=None, **OPTIONS)
-            detect_dead_peers(connection.transport.get_extra_info("socket"))
-            return connection
-        except InvalidStatus as error:
+            return await dial_async(address, options.token)
+        except NotAMember as error:
             raise BadUsage(
-                f"node 0 at {address} refused this node (HTTP {error.response.status_code}): give all nodes the same "
-                f"--token-file or ELAS_TOKEN"
+                f"node 0 at {address} and this node do not share a secret: give all nodes the same --token-file or "
+                f"ELAS_TOKEN"
             ) from error
         except (OSError, InvalidHandshake) as error:
             if loop.time() > deadline:
@@ -207,3 +241,7 @@ async def _reach(options: LaunchOptions) -> ClientConnection:
                     f"({error}): start elasrun there, and check --rdzv-endpoint"
                 ) from error
             await asyncio.sleep(RETRY_S)
+
+
+def _address_of(options: LaunchOptions) -> str:
+    return f"ws://{format_host(options.controller_host)}:{options.controller_port}"

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megatron_elas.control.commands import Command, MakePlan, Note, ShowRecovery, Tell, TellAgent
+from megatron_elas.control.commands import Command, LogLoss, MakePlan, Note, ShowRecovery, Tell, TellAgent
 from megatron_elas.control.crashes import shorten
 from megatron_elas.control.ending import Step, dismiss, finish, stop
-from megatron_elas.control.messages import KillWorker, LeaveOut, Quiesce, Recover
-from megatron_elas.control.recovery_block import facts_of, find_slowest, format_block, phases_ms
+from megatron_elas.control.messages import KillWorker, LeaveOut, Quiesce, Stop
+from megatron_elas.control.recovery_block import facts_of, find_slowest, format_block, loss_facts, phases_ms
 from megatron_elas.control.states import Outage, Resuming, Roster, Running, Settling
 from megatron_elas.planner.settle import settle
 from megatron_elas.spec.errors import ExitCode, StateInvalid
@@ -34,8 +34,9 @@ def lose(state: Training, losses: Sequence[WorkerLost], now: float) -> Step:
     losses = [replace(loss, detail=state.roster.explain(loss.worker, loss.detail)) for loss in losses]
     roster = replace(state.roster, lost={**state.roster.lost, **{loss.worker: loss for loss in losses}})
     fences = _fence(roster, losses)
-    notes = tuple(
-        Note(text=f"worker {loss.worker} is lost: {loss.reason}, {loss.detail}", warning=True) for loss in losses
+    notes = (
+        *(Note(text=f"worker {loss.worker} is lost: {loss.reason}, {loss.detail}", warning=True) for loss in losses),
+        *_log_losses(state, losses),
     )
     if roster.finished:
         return _end_training(replace(state, roster=roster), (*fences, *notes))
@@ -70,15 +71,34 @@ def _begin_epoch(
         deadline_s=now + roster.launch.timeouts.settle_timeout_s,
     )
     quiesce = Tell(workers=roster.survivors, message=Quiesce(epoch=settling.epoch, lost=outage.losses))
-    return settling, quiesce, _ask_planner(settling)
+    return settling, quiesce, ask_planner(settling)
 
 
 def _fence(roster: Roster, losses: Sequence[WorkerLost]) -> tuple[Command, ...]:
-    return tuple(
+    """Have those killed that may still live, and tell them too: one of the two may not get through."""
+    kills = tuple(
         TellAgent(node=node, message=KillWorker(worker=loss.worker))
         for loss in losses
         if loss.reason in FENCED and (node := roster.launch.node_of(loss.worker)) in roster.agents
     )
+    told: dict[str, list[WorkerLost]] = {}
+    for loss in losses:
+        if loss.reason in FENCED:
+            told.setdefault(loss.detail, []).append(loss)
+    farewells = (
+        Tell(workers=tuple(loss.worker for loss in alike), message=farewell(alike[0])) for alike in told.values()
+    )
+    return (*kills, *farewells)
+
+
+def farewell(loss: WorkerLost) -> Stop:
+    """What a lost worker is told, if it still lives."""
+    return Stop(exit_code=ExitCode.CUT_OFF, sentence=f"it was taken for lost: {loss.detail}")
+
+
+def _log_losses(state: Training, losses: Sequence[WorkerLost]) -> tuple[Command, ...]:
+    before = state.plan.placement if isinstance(state, Running) else state.outage.began_in
+    return tuple(LogLoss(epoch=state.epoch, worker=loss.worker, facts=loss_facts(before, loss)) for loss in losses)
 
 
 def _extend_outage(state: Training, losses: Sequence[WorkerLost], failures: Sequence[ActivityFailed]) -> Outage:
@@ -90,7 +110,8 @@ def _extend_outage(state: Training, losses: Sequence[WorkerLost], failures: Sequ
     return replace(outage, losses=(*outage.losses, *losses), failures=(*outage.failures, *failures))
 
 
-def _ask_planner(state: Settling) -> MakePlan:
+def ask_planner(state: Settling) -> MakePlan:
+    """For the epoch that begins."""
     job = state.roster.job
     assert job is not None, "workers joined before they could be lost"
     outage = state.outage
@@ -151,16 +172,11 @@ def _resume_if_ready(state: Settling, now: float) -> Step:
         settlement = settle(reports, plans, state.outage.commit)
     except StateInvalid as error:
         return stop(state, error.exit_code, f"{_because(state.outage)}: {error}")
-    recover = Recover(
-        plan=plan,
-        settlement=settlement,
-        addresses=state.roster.addresses_of(survivors),
-        plan_s=state.plan_s,
-    )
     resuming = Resuming(
         roster=state.roster,
         plan=plan,
         plan_s=state.plan_s,
+        settlement=settlement,
         outage=replace(state.outage, plans=plans, commit=settlement.commit),
         deadline_s=now + state.roster.launch.timeouts.resume_timeout_s,
     )
@@ -168,7 +184,7 @@ def _resume_if_ready(state: Settling, now: float) -> Step:
         text=f"epoch {state.epoch}: {len(survivors)} survivors settled, step {settlement.resume_step} is next: "
         f"{plan.placement.describe()}"
     )
-    return resuming, (Tell(workers=survivors, message=recover), note, *_note_waived(state.outage, settlement))
+    return resuming, (Tell(workers=survivors, message=resuming.order), note, *_note_waived(state.outage, settlement))
 
 
 def _note_waived(outage: Outage, settlement: Settlement) -> tuple[Note, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from megatron_elas.control.states import Outage
 from megatron_elas.spec.events import WorkerLost
+from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.report import PHASES, RecoveryReport
 
@@ -76,7 +77,7 @@ def facts_of(outage: Outage, plan: ElasticPlan, report: RecoveryReport) -> dict[
     A lost spare has no stage, cell and lane. Spares that live are survivors.
     """
     return {
-        "lost": [_loss_facts(outage, loss) for loss in outage.losses],
+        "lost": [loss_facts(outage.began_in, loss) for loss in outage.losses],
         "left_out": [{"worker": failure.worker, "detail": failure.detail} for failure in outage.failures],
         "before": outage.began_in.describe(),
         "after": plan.placement.describe(),
@@ -85,8 +86,9 @@ def facts_of(outage: Outage, plan: ElasticPlan, report: RecoveryReport) -> dict[
     }
 
 
-def _loss_facts(outage: Outage, loss: WorkerLost) -> dict[str, object]:
-    seat = outage.began_in.find_seat(loss.worker)
+def loss_facts(before: Placement, loss: WorkerLost) -> dict[str, object]:
+    """Who was lost, from where and why, for programs; None where a spare has no seat."""
+    seat = before.find_seat(loss.worker)
     return {
         "worker": loss.worker,
         "stage": None if seat is None else seat.stage,

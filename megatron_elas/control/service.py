@@ -1,30 +1,42 @@
 """The controller on the network: sockets, clock and planner around the pure state machine.
 
 One event at a time is applied, on one event loop; messages leave in the order of the commands,
-without waiting for slow readers. A client is refused before it says a word unless it knows the
-token; one that then breaks the protocol loses its own connection and nothing else.
+without waiting for slow readers. What changes the state is in the journal before anything is sent. A client is
+refused before it says a word unless it knows the token; one that then breaks the protocol loses its own connection and
+nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import http
 import logging
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 
 import msgspec
 from websockets.asyncio.server import Server, ServerConnection, broadcast, serve
 from websockets.exceptions import ConnectionClosed
-from websockets.http11 import Request, Response
 
-from megatron_elas.control.commands import Command, EndJob, MakePlan, Note, ShowRecovery, Tell, TellAgent, WelcomeAgents
+from megatron_elas.control.commands import (
+    Command,
+    EndJob,
+    LogLoss,
+    MakePlan,
+    Note,
+    ShowRecovery,
+    Tell,
+    TellAgent,
+    WelcomeAgents,
+)
 from megatron_elas.control.controller import initial_state, step
-from megatron_elas.control.events import AgentLost, Event, PlanMade, PlanRefused, Tick, WorkerSilent
+from megatron_elas.control.events import AgentLost, Event, PlanMade, PlanRefused, Restarted, Tick, WorkerSilent
 from megatron_elas.control.health import Health
 from megatron_elas.control.joining import find_agent_problem
+from megatron_elas.control.journal import Journal
+from megatron_elas.control.launch import Launch
 from megatron_elas.control.messages import (
     AgentHeartbeat,
     AgentHello,
@@ -34,9 +46,11 @@ from megatron_elas.control.messages import (
     Heard,
     Heartbeat,
     Hello,
+    HelloAgain,
     Inject,
     InjectRequest,
     Message,
+    Noted,
     Recovered,
     Settled,
     StatusRequest,
@@ -49,10 +63,13 @@ from megatron_elas.control.messages import (
     decode_from_client,
     encode,
 )
-from megatron_elas.control.states import Gathering, Launch, State
+from megatron_elas.control.outbox import NOT_KEPT
+from megatron_elas.control.rejoining import catch_up_agent, catch_up_worker, find_stranger
+from megatron_elas.control.states import Ended, Gathering, State
 from megatron_elas.control.tools import check_injection, describe
-from megatron_elas.control.wire import OPEN_TIMEOUT_S, OPTIONS, detect_dead_peers, is_authorized
+from megatron_elas.control.wire import BACKLOG, OPEN_TIMEOUT_S, OPTIONS, PROTOCOL_VIOLATION, Gate, detect_dead_peers
 from megatron_elas.planner.plan import initial_plan, replan
+from megatron_elas.proof import NotAMember
 from megatron_elas.spec.errors import ElasticError, ExitCode
 
 logger = logging.getLogger(__name__)
@@ -60,11 +77,10 @@ logger = logging.getLogger(__name__)
 LAST_WORDS_S = 1.0
 """A dead worker's link normally ends at once; a process that inherited it can hold it open."""
 
-NOT_OF_WORKERS = Hello | AgentHello | AgentHeartbeat | WorkerExited | WorkerHung | InjectRequest | StatusRequest
+NOT_OF_WORKERS = (
+    Hello | HelloAgain | AgentHello | AgentHeartbeat | WorkerExited | WorkerHung | InjectRequest | StatusRequest
+)
 """Messages that no worker sends, or not twice."""
-
-PROTOCOL_VIOLATION = 1008
-"""WebSocket close code: policy violation."""
 
 
 def make_plan(command: MakePlan) -> PlanMade | PlanRefused:
@@ -91,6 +107,9 @@ class ControlService:
         welcome: Welcome,
         local_agent: Callable[[ToAgent], None],
         show: Callable[[ShowRecovery], None],
+        log: Callable[[LogLoss], None],
+        journal: Journal | None = None,
+        earlier: tuple[State, float] | None = None,
     ) -> None:
         """Prepare; nothing runs yet.
 
@@ -98,14 +117,19 @@ class ControlService:
             launch: What was launched.
             token: Shared secret.
             welcome: Sent to all agents when the last one has joined.
-            local_agent: Takes messages for node 0's agent, which lives in this process.
+            local_agent: Takes messages for node 0's agent, which has no connection here.
             show: Prints a recovery block.
+            log: Writes a loss down.
+            journal: Where to write what changes the state.
+            earlier: The state and the time that an earlier controller's journal leads to; then call ``go_on``.
         """
-        self._token = token
+        self._gate = Gate(token)
         self._welcome = welcome
         self._local_agent = local_agent
         self._show = show
-        self._state: State = initial_state(launch)
+        self._log = log
+        self._journal = journal
+        self._state, journaled_s = earlier or (initial_state(launch), 0.0)
         timeouts = launch.timeouts
         self._health = Health(timeouts.heartbeat_timeout_s, timeouts.interpreter_timeout_s)
         self._agent_health = Health(timeouts.heartbeat_timeout_s)
@@ -114,7 +138,7 @@ class ControlService:
         self._agents: dict[int, ServerConnection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         # Wall-clock time for people and for comparison with the workers' marks, that cannot jump.
-        self._clock_offset_s = time.time() - time.monotonic()
+        self._clock_offset_s = max(time.time(), journaled_s) - time.monotonic()
         self.ended: asyncio.Future[EndJob] = asyncio.get_running_loop().create_future()
         """Set once, when the job has ended."""
 
@@ -130,26 +154,50 @@ class ControlService:
     def apply(self, event: Event) -> None:
         """Let the controller decide, and do what it says. From the event loop's thread only."""
         with self._ending_on_bugs():
-            self._state, commands = step(self._state, event, self.now())
+            now = self.now()
+            state, commands = step(self._state, event, now)
+            if state is not self._state or any(not isinstance(command, Note) for command in commands):
+                self._write_down(event, now, state)
+            self._state = state
             for command in commands:
                 self._carry_out(command)
+
+    def _write_down(self, event: Event, now: float, state: State) -> None:
+        if self._journal is None:
+            return
+        try:
+            self._journal.write(event, now, state)
+        except OSError as error:
+            # Half a journal would lead to an older state than this one, in which other decisions can be made.
+            logger.warning("the journal cannot be written (%s): if this controller dies, the job ends", error)
+            self._journal.discard()
+            self._journal = None
+
+    def go_on(self, away_s: float) -> None:
+        """Take an earlier controller's place, ``away_s`` after it ended. Everybody has the usual time to come back."""
+        now = self.now()
+        roster = self._state.roster
+        if isinstance(self._state, Ended):
+            self.ended.set_result(EndJob(exit_code=self._state.exit_code, sentence=self._state.sentence))
+            return
+        for worker in roster.survivors:
+            self._health.hear(worker, now)
+        for node in sorted(roster.agents - {0}):  # that of node 0 is there as long as this process is
+            self._agent_health.hear(node, now)
+        self.apply(Restarted(away_s=away_s))
 
     # ------------------------------------------------------------ running
 
     @contextlib.asynccontextmanager
-    async def serve(self, host: str, port: int) -> AsyncIterator[int]:
-        """Listen and watch the time while the context lasts; gives the port.
-
-        Raises:
-            OSError: The port is in use.
-        """
+    async def serve(self, listener: socket.socket) -> AsyncIterator[None]:
+        """Accept clients and watch the time while the context lasts."""
         server: Server = await serve(
-            self._converse, host, port, process_request=self._authorize, start_serving=True, **OPTIONS
+            self._converse, sock=listener, backlog=BACKLOG, process_response=self._gate.greet, **OPTIONS
         )
         ticking = asyncio.create_task(self._tick())
         ticking.add_done_callback(self._end_with)
         try:
-            yield next(iter(server.sockets)).getsockname()[1]
+            yield
         finally:
             ticking.cancel()
             server.close()
@@ -181,8 +229,10 @@ class ControlService:
         self._agent_health.forget(node)
         for worker in self._state.roster.launch.workers_of(node):
             self._health.forget(worker)
-        connection = self._agents.pop(node)
+        connection = self._agents.pop(node, None)
         self.apply(AgentLost(node=node, silent_s=silent_s))
+        if connection is None:  # it has not come back since this controller was started
+            return
         sentence = f"node {node} did not answer for {silent_s:.1f} s, so it was taken for lost"
         # Not by the exit code: that may be a script's own, and its job ends politely.
         order = StopAll(exit_code=ExitCode.CUT_OFF, sentence=sentence, signum=signal.SIGKILL)
@@ -196,21 +246,18 @@ class ControlService:
 
     # ------------------------------------------------------------ conversations
 
-    def _authorize(self, connection: ServerConnection, request: Request) -> Response | None:
-        if is_authorized(dict(request.headers.raw_items()), self._token):
-            return None
-        logger.warning("refused a client from %s: wrong token", connection.remote_address)
-        return connection.respond(http.HTTPStatus.UNAUTHORIZED, "wrong token\n")
-
     async def _converse(self, connection: ServerConnection) -> None:
         """One client, from its first message, which says what it is, to the end of its connection."""
         detect_dead_peers(connection.transport.get_extra_info("socket"))
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
+                await self._gate.admit(connection)
                 first = decode_from_client(await connection.recv())
             match first:
                 case Hello():
                     await self._converse_with_worker(connection, first)
+                case HelloAgain():
+                    await self._converse_again(connection, first)
                 case AgentHello():
                     await self._converse_with_agent(connection, first)
                 case InjectRequest() | StatusRequest():
@@ -219,6 +266,9 @@ class ControlService:
                     )
                 case _:
                     raise BadMessage(f"a connection cannot begin with {type(first).__name__}")
+        except NotAMember as error:
+            logger.warning("refused a client from %s: %s", connection.remote_address, error)
+            await connection.close(PROTOCOL_VIOLATION, str(error))
         except BadMessage as error:
             logger.warning("closing the connection of %s: %s", connection.remote_address, error)
             await connection.close(PROTOCOL_VIOLATION, str(error)[:100])
@@ -233,22 +283,51 @@ class ControlService:
             sentence = f"worker {worker} cannot join: it joined before, or training has begun"
             await connection.send(encode(Stop(exit_code=ExitCode.NOT_STARTED, sentence=sentence)))
             return
+        await self._listen_to_worker(connection, hello)
+
+    async def _converse_again(self, connection: ServerConnection, again: HelloAgain) -> None:
+        """A worker that was connected before."""
+        hello = again.hello
+        if isinstance(self._state, Gathering) and hello.worker not in self._state.roster.hellos:
+            await self._converse_with_worker(connection, hello)  # the controller had no time to note it
+            return
+        stranger = find_stranger(self._state, again)
+        if stranger is not None:
+            await connection.send(encode(stranger))
+            return
+        before = self._workers.pop(hello.worker, None)
+        if before is not None:
+            self._spawn(before.close())
+        await self._listen_to_worker(connection, again)
+
+    async def _listen_to_worker(self, connection: ServerConnection, first: Hello | HelloAgain) -> None:
+        worker = first.worker if isinstance(first, Hello) else first.hello.worker
         self._workers[worker] = connection
-        self._hung_up[worker] = asyncio.Event()
+        hung_up = self._hung_up[worker] = asyncio.Event()
         self._health.hear(worker, self.now())
-        self.apply(hello)
+        if isinstance(first, Hello):
+            self.apply(first)
+        else:
+            for order in catch_up_worker(self._state, first):
+                broadcast([connection], encode(order))
+        noted = 0
         try:
             async for text in connection:
                 message = decode_from_client(text)
                 if _speaker(message) != worker:
                     raise BadMessage(f"worker {worker} cannot send {type(message).__name__} for {_speaker(message)}")
+                if self._workers.get(worker) is not connection:
+                    return  # it has come back on another one, and repeats there what was not noted
                 self._hear(worker, message)
+                if not isinstance(message, NOT_KEPT):
+                    noted += 1
+                    broadcast([connection], encode(Noted(count=noted)))
         finally:
-            self._hung_up[worker].set()
-            if worker in self._state.roster.survivors:
-                self._health.hang_up(worker, self.now())
-            else:
+            hung_up.set()
+            if worker not in self._state.roster.survivors:
                 self._health.forget(worker)
+            elif self._workers.get(worker) is connection:
+                self._health.hang_up(worker, self.now())
 
     def _hear(self, worker: int, message: FromClient) -> None:
         if isinstance(message, Heartbeat):
@@ -260,15 +339,20 @@ class ControlService:
         self.apply(message)
 
     async def _converse_with_agent(self, connection: ServerConnection, hello: AgentHello) -> None:
-        problem = find_agent_problem(self._state.roster, hello)
-        if problem is None and not isinstance(self._state, Gathering):
-            problem = f"node {hello.node} comes too late: training has begun, or is ending"
-        if problem is not None:
-            await connection.send(encode(StopAll(exit_code=ExitCode.BAD_USAGE, sentence=problem)))
+        refusal = self._find_refusal(hello)
+        if refusal is not None:
+            await connection.send(encode(refusal))
             return
+        before = self._agents.get(hello.node)
         self._agents[hello.node] = connection
+        if before is not None:
+            self._spawn(before.close())
         self._agent_health.hear(hello.node, self.now())
-        self.apply(hello)
+        if hello.node in self._state.roster.agents:
+            for order in catch_up_agent(self._state, hello.node, self._welcome):
+                broadcast([connection], encode(order))
+        else:
+            self.apply(hello)
         try:
             async for text in connection:
                 self._hear_agent(connection, hello, decode_from_client(text))
@@ -277,6 +361,27 @@ class ControlService:
                 del self._agents[hello.node]
                 self._agent_health.forget(hello.node)
                 self.apply(AgentLost(node=hello.node))
+
+    def _find_refusal(self, hello: AgentHello) -> StopAll | None:
+        """Why an agent is sent away; None when it is welcome."""
+        problem = find_agent_problem(self._state.roster, hello)
+        if problem is not None:
+            return StopAll(exit_code=ExitCode.BAD_USAGE, sentence=problem)
+        if isinstance(self._state, Gathering) or hello.node in self._state.roster.agents:
+            return None
+        if hello.again:
+            sentence = f"node 0 had taken node {hello.node} for lost"
+            return StopAll(exit_code=ExitCode.CUT_OFF, sentence=sentence, signum=signal.SIGKILL)
+        sentence = f"node {hello.node} comes too late: training has begun, or is ending"
+        return StopAll(exit_code=ExitCode.BAD_USAGE, sentence=sentence)
+
+    def local_agent_joined(self, hello: AgentHello) -> None:
+        """Node 0's agent, which has no connection here, says hello."""
+        if hello.node in self._state.roster.agents:
+            for order in catch_up_agent(self._state, hello.node, self._welcome):
+                self._local_agent(order)
+        else:
+            self.apply(hello)
 
     def _hear_agent(self, connection: ServerConnection, hello: AgentHello, message: FromClient) -> None:
         if self._agents.get(hello.node) is not connection:
@@ -352,6 +457,8 @@ class ControlService:
                 self._spawn(self._run_planner(command))
             case ShowRecovery():
                 self._show(command)
+            case LogLoss():
+                self._log(command)
             case Note(text=text, warning=warning):
                 logger.log(logging.WARNING if warning else logging.INFO, "%s", text)
             case EndJob():

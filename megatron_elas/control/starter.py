@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -13,7 +14,8 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from megatron_elas.control.death_watch import DeathWatch
+from megatron_elas.control.death_watch import DeathWatch, status_of_dying
+from megatron_elas.control.ending import describe_status
 from megatron_elas.control.starter_messages import (
     PreloadFailed,
     Ready,
@@ -25,6 +27,8 @@ from megatron_elas.control.starter_messages import (
 )
 from megatron_elas.control.vitals import Sign, StateFile
 from megatron_elas.spec.errors import BadUsage, ElasticError
+
+logger = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 1 << 20
 CLOSE_TIMEOUT_S = 5.0
@@ -110,6 +114,16 @@ class Starter:
             case answer:
                 assert isinstance(answer, Ready), answer
 
+    def explain_death(self) -> str:
+        """Why a worker dies, when it is because of this process: it has died itself, and takes its workers along."""
+        status = self._process.returncode
+        if status is None:
+            status = status_of_dying(self._process.pid)
+        if status is None:
+            return ""
+        how = describe_status(status).replace("killed", "was killed", 1)
+        return f"with the process that workers are started from, which {how}"
+
     @property
     def running(self) -> frozenset[int]:
         """Workers that were started and did not end."""
@@ -157,9 +171,12 @@ class Starter:
                 case answer:
                     raise AssertionError(f"the starter cannot say {answer} now")
         # The starter itself was killed, and took its workers along.
+        await self._process.wait()
+        why = self.explain_death()
+        logger.warning("workers %s end %s", sorted(self._running), why)
         for worker in sorted(self._running):
             self._forget(worker)
-            self._on_end(WorkerEnded(worker=worker, status=-signal.SIGKILL, at_s=time.time()))
+            self._on_end(WorkerEnded(worker=worker, status=-signal.SIGKILL, at_s=time.time(), why=why))
 
     def _forget(self, worker: int) -> None:
         self._running.discard(worker)

@@ -63,6 +63,8 @@ class WorkerEnded(StarterMessage, frozen=True, kw_only=True):
     worker: int
     status: int
     at_s: float
+    why: str = ""
+    """What else is known, for people."""
 
 
 ToStarter = StartWorker | SignalWorker

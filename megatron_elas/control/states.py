@@ -17,37 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from megatron_elas.config import ControlTimeouts
 from megatron_elas.control.crashes import describe_crash
-from megatron_elas.control.messages import Crashed, FaultFired, Hello
+from megatron_elas.control.launch import Launch
+from megatron_elas.control.messages import Crashed, FaultFired, Hello, Recover
 from megatron_elas.spec.events import ActivityFailed, LossReason, WorkerLost
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Placement
-from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 from megatron_elas.spec.transaction import Update
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """What was launched; fixed."""
-
-    nnodes: int
-    workers_per_node: int
-    timeouts: ControlTimeouts
-
-    @property
-    def world_size(self) -> int:
-        """Worker processes over all nodes."""
-        return self.nnodes * self.workers_per_node
-
-    def node_of(self, worker: int) -> int:
-        """The node that runs the worker."""
-        return worker // self.workers_per_node
-
-    def workers_of(self, node: int) -> tuple[int, ...]:
-        """The node's workers, ascending."""
-        return tuple(range(node * self.workers_per_node, (node + 1) * self.workers_per_node))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +193,7 @@ class Resuming:
     roster: Roster
     plan: ElasticPlan
     plan_s: float
+    settlement: Settlement
     outage: Outage
     deadline_s: float
     """For the last report."""
@@ -224,6 +203,17 @@ class Resuming:
     def epoch(self) -> int:
         """Of the new membership."""
         return self.plan.epoch
+
+    @property
+    def order(self) -> Recover:
+        """What every survivor was told, and is told again if it comes back without it."""
+        placement = self.plan.placement
+        return Recover(
+            plan=self.plan,
+            settlement=self.settlement,
+            addresses=self.roster.addresses_of(tuple(sorted((*placement.workers, *placement.spares)))),
+            plan_s=self.plan_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

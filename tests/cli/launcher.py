@@ -8,7 +8,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,15 @@ class Job:
         """Processes under the launcher, now."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def controller(self) -> psutil.Process:
+        """The controller's process, now; there may be none for a moment."""
+        return wait_until(lambda: next((p for p in self.descendants() if is_controller(p)), None))
+
+    def workers(self) -> list[psutil.Process]:
+        """Worker processes that live now, by the process id."""
+        leaves = (p for p in self.descendants() if not p.children() and not is_controller(p))
+        return sorted(leaves, key=lambda process: process.pid)
+
     def finish(self, wait_s: float = WAIT_S) -> Outcome:
         """Wait for its end."""
         code = self.process.wait(wait_s)
@@ -98,6 +108,22 @@ def launched(*arguments: str, environ: dict[str, str] | None = None) -> Iterator
         yield job
     finally:
         job.end()
+
+
+def is_controller(process: psutil.Process) -> bool:
+    """Whether the controller runs in it."""
+    with contextlib.suppress(psutil.Error):
+        return "megatron_elas.control.controller_process" in process.cmdline()
+    return False
+
+
+def wait_until[T](find: Callable[[], T | None]) -> T:
+    """What ``find`` gives, once it gives something."""
+    deadline = time.monotonic() + WAIT_S
+    while (found := find()) is None:
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+    return found
 
 
 def wait_gone(processes: list[psutil.Process]) -> list[psutil.Process]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -88,7 +89,7 @@ def test_output_goes_to_one_file_per_worker_when_asked(tmp_path: Path) -> None:
     script = write_script(tmp_path, "import os, sys\nprint('out', os.environ['RANK'])\nprint('err', file=sys.stderr)\n")
     outcome = elasrun("--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs"), script)
     assert (outcome.code, outcome.out, outcome.err) == (0, "", "")
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["worker0.log", "worker1.log"]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["events.jsonl", "worker0.log", "worker1.log"]
     assert (tmp_path / "logs" / "worker1.log").read_text() == "out 1\nerr\n"
 
 
@@ -138,7 +139,7 @@ def test_signals_are_passed_on_and_end_the_job(signum: signal.Signals, tmp_path:
     with launched("--nproc-per-node", "2", script) as job:
         job.wait_for("up", 2)
         processes = job.descendants()
-        assert len(processes) == 3
+        assert len(processes) == 4, "the controller, what workers are started from, and two workers"
         job.process.send_signal(signum)
         outcome = job.finish()
     assert outcome.code == 128 + signum
@@ -169,7 +170,7 @@ def test_a_second_signal_does_not_wait_for_the_grace_period(tmp_path: Path) -> N
 def test_a_stopped_worker_ends_with_the_others(tmp_path: Path) -> None:
     with launched("--nproc-per-node", "2", write_script(tmp_path, WAIT_SCRIPT)) as job:
         job.wait_for("up", 2)
-        workers = [child for child in job.descendants() if not child.children()]
+        workers = job.workers()
         workers[0].suspend()
         job.process.terminate()
         assert job.finish().code == 143
@@ -194,7 +195,9 @@ def test_workers_die_with_the_process_they_were_forked_from(tmp_path: Path) -> N
         processes = job.descendants()
         [starter] = [child for child in processes if child.children()]
         starter.kill()
-        assert job.finish().code == 137
+        outcome = job.finish()
+    assert outcome.code == 137
+    assert "with the process that workers are started from, which was killed by SIGKILL" in outcome.err
     assert not wait_gone(processes)
 
 
@@ -364,6 +367,10 @@ def run_toy_into(stdout: int | None, tmp_path: Path) -> subprocess.CompletedProc
     )
 
 
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
 def test_a_recovery_that_cannot_be_printed_ends_no_job_and_is_logged_all_the_same(tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     try:
@@ -372,14 +379,14 @@ def test_a_recovery_that_cannot_be_printed_ends_no_job_and_is_logged_all_the_sam
         os.close(full)
     assert ran.returncode == 0, ran.stderr
     assert "the recovery of epoch 1 could not be written down: [Errno 28]" in ran.stderr
-    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1
+    assert [event["event"] for event in read_events(tmp_path)] == ["loss", "recovery", "end"]
 
 
 def test_a_job_whose_output_is_closed_runs_and_recovers(tmp_path: Path) -> None:
     ran = run_toy_into(None, tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert "Traceback" not in ran.stderr
-    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1
+    assert [event["event"] for event in read_events(tmp_path)] == ["loss", "recovery", "end"]
 
 
 def test_a_recovery_is_logged_with_who_was_lost_and_where_the_others_are_now(tmp_path: Path) -> None:
@@ -387,9 +394,10 @@ def test_a_recovery_is_logged_with_who_was_lost_and_where_the_others_are_now(tmp
         "--nproc-per-node=4", f"--log-dir={tmp_path}", *FAST, TOY, "2", "2", "1", "kill:worker=3@step=5,phase=between"
     )
     assert outcome.code == 0, outcome
-    [line] = (tmp_path / "events.jsonl").read_text().splitlines()
-    event = json.loads(line)
+    lost, event, end = read_events(tmp_path)
     [loss] = event["lost"]
+    assert lost.items() >= {"event": "loss", "epoch": 0, **loss}.items() and lost["time_s"] > 0
+    assert end.items() >= {"event": "end", "exit_code": 0, "sentence": ""}.items()
     assert loss == {
         "worker": 3, "stage": 1, "cell": 1, "lane": 0, "reason": "exited", "detail": "killed by SIGKILL"
     }  # fmt: skip
@@ -438,8 +446,7 @@ def test_survivors_that_hang_after_the_order_to_recover_end_the_job() -> None:
 def test_a_worker_killed_from_outside_is_recovered_from() -> None:
     with launched("--nproc-per-node", "4", *FAST, TOY, "2", "2", "1") as job:
         job.wait_for("starts", 4)
-        workers = sorted((child for child in job.descendants() if not child.children()), key=lambda child: child.pid)
-        workers[2].kill()
+        job.workers()[2].kill()
         outcome = job.finish()
     assert outcome.code == 0 and outcome.out.count("goes on") == 3, outcome
 
@@ -475,7 +482,7 @@ def test_a_job_of_two_nodes_survives_the_death_of_one(tmp_path: Path) -> None:
 
 def test_workers_end_although_the_launcher_of_their_node_is_stopped() -> None:
     with two_nodes() as (first, second):
-        workers = [process for process in second.descendants() if not process.children()]
+        workers = second.workers()
         second.process.send_signal(signal.SIGSTOP)
         outcome = first.finish()
         assert outcome.code == 0 and "silent, node 1 did not answer for" in outcome.out, outcome
@@ -537,7 +544,7 @@ def test_a_node_with_another_secret_is_refused(tmp_path: Path) -> None:
         launched(*common, "--node-rank=1", script, environ={"ELAS_TOKEN": "another"}) as second,
     ):
         outcome = second.finish()
-        assert outcome.code == 2 and "refused this node (HTTP 401)" in outcome.err
+        assert outcome.code == 2 and "do not share a secret" in outcome.err
         first.process.terminate()
         outcome = first.finish()
     assert outcome.code == 143 and outcome.out == "", "no worker starts before all nodes are there"

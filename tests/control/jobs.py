@@ -8,9 +8,10 @@ from megatron_elas.config import ControlTimeouts
 from megatron_elas.control.commands import Command, EndJob, MakePlan, Tell
 from megatron_elas.control.controller import initial_state, step
 from megatron_elas.control.events import Event
+from megatron_elas.control.launch import Launch
 from megatron_elas.control.messages import AgentHello, Hello, Recovered, Settled, ToWorker
 from megatron_elas.control.service import make_plan
-from megatron_elas.control.states import Launch, State
+from megatron_elas.control.states import State
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.report import Holding, RecoveryReport, SettleReport

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron_elas.config import ControlTimeouts
-from megatron_elas.control.commands import EndJob, ShowRecovery
+from megatron_elas.control.commands import EndJob, LogLoss, ShowRecovery
 from megatron_elas.control.events import Event
+from megatron_elas.control.launch import Launch
 from megatron_elas.control.link import ControlLink
 from megatron_elas.control.messages import AgentHello, Quiesce, ToAgent, Welcome, WorkerExited
 from megatron_elas.control.service import ControlService
-from megatron_elas.control.states import Launch, State
+from megatron_elas.control.states import State
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan
 from tests.control.jobs import TIMEOUTS, make_hello
@@ -34,6 +36,7 @@ class Served:
         self.address = f"ws://127.0.0.1:{port}"
         self.orders: queue.Queue[ToAgent] = queue.Queue()
         self.shown: queue.Queue[ShowRecovery] = queue.Queue()
+        self.logged: queue.Queue[LogLoss] = queue.Queue()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run on the service's thread."""
@@ -99,6 +102,7 @@ def serving(
     async def serve() -> None:
         orders: queue.Queue[ToAgent] = queue.Queue()
         shown: queue.Queue[ShowRecovery] = queue.Queue()
+        logged: queue.Queue[LogLoss] = queue.Queue()
         launch = Launch(nnodes=nnodes, workers_per_node=world_size // nnodes, timeouts=timeouts)
         service = ControlService(
             launch=launch,
@@ -106,10 +110,12 @@ def serving(
             welcome=WELCOME,
             local_agent=lambda order: None if isinstance(order, Welcome) else orders.put(order),
             show=shown.put,
+            log=logged.put,
         )
-        async with service.serve("127.0.0.1", 0) as port:
-            served = Served(service, asyncio.get_running_loop(), port)
-            served.orders, served.shown = orders, shown
+        listener = socket.create_server(("127.0.0.1", 0))
+        async with service.serve(listener):
+            served = Served(service, asyncio.get_running_loop(), listener.getsockname()[1])
+            served.orders, served.shown, served.logged = orders, shown, logged
             if local_agent:
                 service.apply(AgentHello(node=0, host="here", workers=launch.workers_of(0)))
             ready.put(served)
@@ -131,12 +137,20 @@ class Member:
     plan: ElasticPlan
     """The first one, once the job has started."""
 
-    def __init__(self, served: Served, worker: int, job: JobSpec, *, heartbeat_s: float = 0.05) -> None:
+    def __init__(
+        self, served: Served, worker: int, job: JobSpec, *, heartbeat_s: float = 0.05, patience_s: float = WAIT_S
+    ) -> None:
         self.worker = worker
         self.quiesced: queue.Queue[Quiesce] = queue.Queue()
         self.injected: queue.Queue[str] = queue.Queue()
         self.link = ControlLink(
-            served.address, TOKEN, make_hello(worker, job), heartbeat_s, self.quiesced.put, self.injected.put
+            served.address,
+            TOKEN,
+            make_hello(worker, job),
+            heartbeat_s,
+            self.quiesced.put,
+            self.injected.put,
+            patience_s,
         )
 
 

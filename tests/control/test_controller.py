@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_elas.control.commands import MakePlan, Note, ShowRecovery, Tell, TellAgent, WelcomeAgents
-from megatron_elas.control.events import AgentLost, PlanMade, Terminate, Tick, WorkerSilent
+from megatron_elas.control.events import AgentLost, PlanMade, Tick, WorkerSilent
 from megatron_elas.control.messages import (
     AgentHello,
     Crashed,
@@ -24,6 +24,7 @@ from megatron_elas.control.messages import (
     Start,
     Stop,
     StopAll,
+    Terminate,
     WorkerExited,
     WorkerHung,
 )

@@ -26,12 +26,13 @@ from megatron_elas.control.messages import (
 )
 from megatron_elas.control.other_node import run_other_node
 from megatron_elas.control.starter_messages import Target
-from megatron_elas.control.wire import OPTIONS
+from megatron_elas.control.wire import OPTIONS, Gate
 from megatron_elas.spec.errors import ExitCode
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
 
 PATIENCE_S = 60.0
+TOKEN = "secret"
 TIMEOUTS = ControlTimeouts(
     heartbeat_interval_s=0.1, heartbeat_timeout_s=PATIENCE_S, settle_timeout_s=PATIENCE_S, grace_s=10 * PATIENCE_S
 )
@@ -51,9 +52,12 @@ class PlayedController:
         self._started = started
         self._order: StopAll | None = order
         self.statuses: list[int] = []
+        self._gate = Gate(TOKEN)
+        self.greet = self._gate.greet
 
     async def converse(self, connection: ServerConnection) -> None:
         try:
+            await self._gate.admit(connection)
             async for text in connection:
                 for answer in self._answers(text):
                     await connection.send(encode(answer))
@@ -79,7 +83,10 @@ def run_node(folder: Path, how: str, order: StopAll) -> tuple[EndJob, list[int]]
 
     async def run() -> tuple[EndJob, list[int]]:
         controller = PlayedController(started, order)
-        async with asyncio.timeout(PATIENCE_S), serve(controller.converse, "127.0.0.1", 0, **OPTIONS) as server:
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            serve(controller.converse, "127.0.0.1", 0, process_response=controller.greet, **OPTIONS) as server,
+        ):
             port = next(iter(server.sockets)).getsockname()[1]
             target = Target(name=str(script), is_module=False, arguments=(str(started), how))
             end = await run_other_node(make_options(port, target))
@@ -91,7 +98,7 @@ def run_node(folder: Path, how: str, order: StopAll) -> tuple[EndJob, list[int]]
 def make_options(port: int, target: Target) -> LaunchOptions:
     return LaunchOptions(
         nnodes=2, node_rank=1, workers_per_node=1, controller_host="127.0.0.1", controller_port=port,
-        master_address="127.0.0.1", master_port=None, run_id="test", token="secret", target=target, preload=None,
+        master_address="127.0.0.1", master_port=None, run_id="test", token=TOKEN, target=target, preload=None,
         fresh=False, log_dir=None, exit_code_file=None, dry_run=False, timeouts=TIMEOUTS,
     )  # fmt: skip
 

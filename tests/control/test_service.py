@@ -11,15 +11,14 @@ import socket
 import statistics
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.sync.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection
 
 from megatron_elas.control.commands import EndJob
-from megatron_elas.control.events import Terminate
 from megatron_elas.control.link import ControlLink
 from megatron_elas.control.messages import (
     AgentHeartbeat,
@@ -36,6 +35,7 @@ from megatron_elas.control.messages import (
     StatusRequest,
     Stop,
     StopAll,
+    Terminate,
     WorkerExited,
     WorkerHung,
     decode_answer,
@@ -45,7 +45,8 @@ from megatron_elas.control.messages import (
 )
 from megatron_elas.control.port import LinkPort
 from megatron_elas.control.states import Gathering, Running
-from megatron_elas.control.wire import KEEPALIVE_S, make_headers
+from megatron_elas.control.wire import KEEPALIVE_S, OPTIONS, dial
+from megatron_elas.proof import NotAMember
 from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged, ExitCode
 from megatron_elas.spec.events import WorkerLost
 from megatron_elas.spec.report import RecoveryReport
@@ -62,9 +63,8 @@ UNREAD = 10
 
 
 @contextlib.contextmanager
-def dialled(served: Served, token: str = TOKEN, **options: Any):
-    headers = make_headers(token)
-    with connect(served.address, additional_headers=headers, proxy=None, open_timeout=WAIT_S, **options) as connection:
+def dialled(served: Served) -> Iterator[ClientConnection]:
+    with dial(served.address, TOKEN) as connection:
         yield connection
 
 
@@ -72,6 +72,16 @@ def ask(served: Served, request: Message) -> Answer:
     with dialled(served) as connection:
         connection.send(encode(request))
         return decode_answer(connection.recv(timeout=WAIT_S))
+
+
+@pytest.fixture(autouse=True)
+def told_to_end(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[tuple[int, int]]:
+    """Workers that were told to end, each with its exit code; they stay, being threads of this process."""
+    told: queue.Queue[tuple[int, int]] = queue.Queue()
+    monkeypatch.setattr(
+        "megatron_elas.control.link._end_process", lambda worker, end: told.put((worker, end.exit_code))
+    )
+    return told
 
 
 def wait_closed(connection: ClientConnection) -> int | None:
@@ -200,7 +210,7 @@ def test_training_goes_on_without_the_controller_until_it_is_needed() -> None:
     with contextlib.ExitStack() as stack:
         with serving(2) as served:
             job = make_job(pipeline=1, data=2)
-            members = [Member(served, worker, job) for worker in range(2)]
+            members = [Member(served, worker, job, patience_s=0.2) for worker in range(2)]
             for member in members:
                 stack.callback(member.link.close)
                 member.link.wait_start(WAIT_S)
@@ -249,10 +259,11 @@ def test_status_names_every_worker() -> None:
 
 def test_a_wrong_token_is_refused_before_a_word_is_said() -> None:
     with serving(4) as served:
+        heard = served.record("_converse_with_worker")
         for token in ("", "secrets", "ß"):
-            with pytest.raises(InvalidStatus) as refused, dialled(served, token.encode().decode("latin-1")):
-                pass
-            assert refused.value.response.status_code == 401
+            with pytest.raises(NotAMember, match="does not know the token"):
+                dial(served.address, token)
+        assert heard.empty()
         with pytest.raises(BadUsage, match="ELAS_TOKEN"):
             ControlLink(served.address, "wrong", make_hello(0, JOB), 1.0, print, print)
 
@@ -328,16 +339,6 @@ def test_an_agent_is_welcomed_reports_and_is_told_to_stop() -> None:
         assert served.orders.get(timeout=WAIT_S) == order
 
 
-@pytest.fixture
-def told_to_end(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[tuple[int, int]]:
-    """Workers that were told to end, each with its exit code; they stay, being threads of this process."""
-    told: queue.Queue[tuple[int, int]] = queue.Queue()
-    monkeypatch.setattr(
-        "megatron_elas.control.link._end_process", lambda worker, end: told.put((worker, end.exit_code))
-    )
-    return told
-
-
 def test_an_agent_that_is_gone_takes_its_workers_with_it(told_to_end: queue.Queue[tuple[int, int]]) -> None:
     with serving(4, nnodes=2, timeouts=PATIENT) as served, contextlib.ExitStack() as stack:
         agent = stack.enter_context(dialled(served))
@@ -381,11 +382,12 @@ def wait_late(served: Served, node: int) -> None:
 
 
 def test_a_message_of_a_lost_node_is_not_answered_and_silence_is_noticed_after_it(
-    told_to_end: queue.Queue[tuple[int, int]],
+    told_to_end: queue.Queue[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node's answers lie unread, so it does not know yet that its connection is being closed."""
+    monkeypatch.setitem(OPTIONS, "max_queue", 1)
     with serving(4, nnodes=2, timeouts=PATIENT) as served, contextlib.ExitStack() as stack:
-        agent = stack.enter_context(dialled(served, max_queue=1))
+        agent = stack.enter_context(dialled(served))
         agent.send(encode(AgentHello(node=1, host="there", workers=(2, 3))))
         members = stack.enter_context(joined(served, make_job(pipeline=1, data=4)))
         for number in range(UNREAD):

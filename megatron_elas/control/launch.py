@@ -1,0 +1,31 @@
+"""What was launched: the shape of the job's processes and its time limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_elas.config import ControlTimeouts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What was launched; fixed."""
+
+    nnodes: int
+    workers_per_node: int
+    timeouts: ControlTimeouts
+    elastic: bool = False
+    """What is launched was told so by its flags; otherwise it shows when its workers join."""
+
+    @property
+    def world_size(self) -> int:
+        """Worker processes over all nodes."""
+        return self.nnodes * self.workers_per_node
+
+    def node_of(self, worker: int) -> int:
+        """The node that runs the worker."""
+        return worker // self.workers_per_node
+
+    def workers_of(self, node: int) -> tuple[int, ...]:
+        """The node's workers, ascending."""
+        return tuple(range(node * self.workers_per_node, (node + 1) * self.workers_per_node))
