@@ -1,7 +1,8 @@
 """An elastic worker without torch: steps, and the control plane's protocol around them.
 
 Usage: toy_elastic_worker.py STAGES ROWS LOSSES [FAULT]. Ends when as many workers were lost as LOSSES says. With
-TOY_NEVER_RECOVERS in the environment it hangs in its first step after a recovery. The worker TOY_HOLDS_LOCK makes a
+TOY_NEVER_RECOVERS in the environment it hangs in its first step after a recovery, with TOY_RESUMES_WHEN until there is
+such a file. The last worker joins when there is a file TOY_JOINS_WHEN. The worker TOY_HOLDS_LOCK makes a
 call of HOLD_S in its fifth step, in which no other thread of its interpreter runs. In the folder TOY_DIARY each worker
 writes down the epoch, number and time of its steps.
 """
@@ -33,12 +34,19 @@ VERSIONS = tuple(range(1000))
 """A toy state exists in every version, so that steps need not be in lockstep."""
 
 
+def file_is_there(variable: str) -> bool:
+    """Whether the environment names no file, or one that exists."""
+    return variable not in os.environ or Path(os.environ[variable]).exists()
+
+
 class Toy:
     def __init__(self, job: JobSpec, faults: list[str]) -> None:
         self.env = WorkerEnvironment.from_environ(os.environ)
         self.worker = self.env.worker
         self.quiesced = threading.Event()
         self.epoch, self.step, self.num_lost = 0, 0, 0
+        while self.worker == job.world_size - 1 and not file_is_there("TOY_JOINS_WHEN"):
+            time.sleep(STEP_S)
         hello = Hello(
             worker=self.worker,
             pid=os.getpid(),
@@ -76,6 +84,8 @@ class Toy:
                 report = self.recover()
             elif report is not None and "TOY_NEVER_RECOVERS" in os.environ:
                 threading.Event().wait()
+            elif report is not None and not file_is_there("TOY_RESUMES_WHEN"):
+                pass
             elif report is not None:
                 report.marks_s["first_step"] = time.time()
                 self.link.send(Recovered(report=report))
