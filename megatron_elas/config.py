@@ -14,8 +14,8 @@ class ControlTimeouts:
 
     They form a chain: ``2 * heartbeat_interval_s <= heartbeat_timeout_s <= settle_timeout_s``, and the
     last is at most ``resume_timeout_s`` and ``join_timeout_s``. ``hang_timeout_s`` is at most ``heartbeat_timeout_s``,
-    and that at most ``interpreter_timeout_s``. With another order a limit would fire before the one that names the
-    cause.
+    and that at most ``interpreter_timeout_s``; ``heartbeat_interval_s`` is at most ``progress_timeout_s``. With another
+    order a limit would fire before the one that names the cause.
     """
 
     heartbeat_interval_s: float = 0.5
@@ -27,6 +27,9 @@ class ControlTimeouts:
     interpreter_timeout_s: float = 600.0
     """A worker that has a pulse but sends no heartbeat, as in a long call that holds the interpreter lock, is lost,
     and killed, after this instead of ``heartbeat_timeout_s``."""
+    progress_timeout_s: float = 300.0
+    """A worker whose main thread makes no progress within a step for so long, and for ten times the longest step, while
+    it waits for nobody, is lost, and killed. Ten times as long where no step has been measured, and between steps."""
     settle_timeout_s: float = 60.0
     """A survivor that has not unwound to the step boundary by then is lost, and killed."""
     resume_timeout_s: float = 600.0
@@ -48,6 +51,7 @@ class ControlTimeouts:
                 f"end a healthy worker: raise the first or lower the second"
             )
         self._check_order("hang_timeout_s", "heartbeat_timeout_s")
+        self._check_order("heartbeat_interval_s", "progress_timeout_s")
         self._check_order("heartbeat_timeout_s", "interpreter_timeout_s")
         self._check_order("heartbeat_timeout_s", "settle_timeout_s")
         self._check_order("settle_timeout_s", "resume_timeout_s")

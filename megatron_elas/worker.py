@@ -72,6 +72,7 @@ class Worker:
             environment.heartbeat_s,
             self._cancel,
             self._inject,
+            progress_timeout_s=environment.progress_s,
         )
         self._port = LinkPort(environment.worker, self._link, WITHOUT_LIMIT_S)
         self._ready.set()
@@ -166,6 +167,11 @@ class Worker:
         self._link.send(FaultFired(worker=self._environment.worker, fault=str(fault), at_s=at_s))
 
     def _strike(self, step: int, phase: str, microbatch: int | None) -> None:
+        """The main thread has come to a place that a fault script can name."""
+        if phase in (FaultPhase.BETWEEN, FaultPhase.EVALUATE, FaultPhase.SAVE):
+            self._link.leave_step()
+        else:
+            self._link.mark()
         if self._faults.pending:
             self._faults.at(step, FaultPhase(phase), microbatch)
 

@@ -35,6 +35,7 @@ TIMEOUT_HELP = {
     "heartbeat_timeout_s": "a joined worker, or a node, that is silent for so long is lost, and killed",
     "hang_timeout_s": "a worker whose process is stopped (SIGSTOP, a debugger) for so long is lost, and killed",
     "interpreter_timeout_s": "a worker that lives but whose Python is silent for so long is lost, and killed",
+    "progress_timeout_s": "a worker that hangs in a step for so long, and ten times the longest, is lost, and killed",
     "settle_timeout_s": "a survivor that has not stopped its step so long after a loss is lost too, and killed",
     "resume_timeout_s": "a survivor whose first step after a loss takes so long is lost too, and killed",
     "join_timeout_s": "for all nodes to join, and from the first worker that joined to the last",

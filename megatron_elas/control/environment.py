@@ -25,6 +25,8 @@ class WorkerEnvironment:
     """Private folder of the job on this node, removed at its end. Short enough for unix sockets."""
     heartbeat_s: float
     """Interval."""
+    progress_s: float
+    """Least limit for a main thread without progress."""
 
     def to_environ(self) -> dict[str, str]:
         """The variables."""
@@ -35,6 +37,7 @@ class WorkerEnvironment:
             "ELAS_DOMAIN": self.domain,
             "ELAS_RUN_DIR": self.run_dir,
             "ELAS_HEARTBEAT_S": str(self.heartbeat_s),
+            "ELAS_PROGRESS_S": str(self.progress_s),
         }
 
     @staticmethod
@@ -52,6 +55,7 @@ class WorkerEnvironment:
                 domain=environ["ELAS_DOMAIN"],
                 run_dir=environ["ELAS_RUN_DIR"],
                 heartbeat_s=float(environ["ELAS_HEARTBEAT_S"]),
+                progress_s=float(environ["ELAS_PROGRESS_S"]),
             )
         except KeyError as error:
             raise BadUsage(

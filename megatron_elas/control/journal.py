@@ -15,12 +15,14 @@ is dropped.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from megatron_elas.control import messages
+from megatron_elas.control.commands import Command, Note
 from megatron_elas.control.controller import initial_state, step
 from megatron_elas.control.events import AgentLost, Event, PlanMade, PlanRefused, Restarted, Tick, WorkerSilent
 from megatron_elas.control.launch import Launch
@@ -106,6 +108,11 @@ def make_entry(event: Event, at_s: float, after: State) -> Entry:
         lost=tuple(sorted(after.roster.lost)),
         settlement=after.settlement if isinstance(after, Resuming) else None,
     )
+
+
+def matters(before: State, after: State, commands: Sequence[Command]) -> bool:
+    """Whether the event between two states has to be written down."""
+    return after is not before or any(not isinstance(command, Note) for command in commands)
 
 
 class Journal:

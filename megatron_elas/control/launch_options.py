@@ -101,6 +101,7 @@ def make_requests(
             domain=f"node{options.node_rank}" if options.nnodes > 1 else f"worker{worker}",
             run_dir=str(run_dir),
             heartbeat_s=options.timeouts.heartbeat_interval_s,
+            progress_s=options.timeouts.progress_timeout_s,
         )
         requests.append(
             StartWorker(

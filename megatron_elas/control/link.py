@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -30,6 +31,7 @@ from megatron_elas.control.messages import (
     Noted,
     Quiesce,
     Recover,
+    Stalled,
     Start,
     Stop,
     ToWorker,
@@ -37,6 +39,7 @@ from megatron_elas.control.messages import (
     encode,
 )
 from megatron_elas.control.outbox import Outbox
+from megatron_elas.control.progress import ProgressWatch, describe_place, is_waiting, main_frame
 from megatron_elas.control.wire import PROTOCOL_VIOLATION, dial
 from megatron_elas.proof import NotAMember
 from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged
@@ -67,6 +70,7 @@ class ControlLink:
         on_quiesce: Callable[[Quiesce], None],
         on_inject: Callable[[str], None],
         patience_s: float = 60.0,
+        progress_timeout_s: float = math.inf,
     ) -> None:
         """Connect and send ``hello``.
 
@@ -79,6 +83,7 @@ class ControlLink:
             on_inject: Called with the text of a fault.
             patience_s: When nobody listens at the address for so long, the controller will not come back. (While one is
                 started anew its launcher listens for it.)
+            progress_timeout_s: See ``progress.ProgressWatch``.
 
         Raises:
             BadUsage: The controller refused the token, or the address is none.
@@ -98,6 +103,7 @@ class ControlLink:
         self._closing = threading.Event()
         self._epoch = 0
         self._step = 0
+        self._watch = ProgressWatch(progress_timeout_s, 2 * heartbeat_interval_s)
         self._plan_epoch = -1
         self._finished = False
         self._outbox = Outbox()
@@ -130,8 +136,17 @@ class ControlLink:
                     self._connection.send(encode(message))
 
     def progress(self, epoch: int, step: int) -> None:
-        """What the next heartbeats say."""
+        """A step begins on the main thread: what the next heartbeats say."""
         self._epoch, self._step = epoch, step
+        self._watch.enter_step(step, time.monotonic())
+
+    def mark(self) -> None:
+        """The main thread makes progress."""
+        self._watch.mark()
+
+    def leave_step(self) -> None:
+        """The step has ended; whatever comes next is not part of one."""
+        self._watch.leave_step(time.monotonic())
 
     # ------------------------------------------------------------ from the controller
 
@@ -278,6 +293,7 @@ class ControlLink:
                 self._on_inject(fault)
             case Quiesce():
                 if message.epoch > self.latest_epoch:
+                    self._watch.disturb()
                     self._keep(quiesce=message)
                     self._on_quiesce(message)
             case Start():
@@ -304,6 +320,15 @@ class ControlLink:
     def _beat(self) -> None:
         while not self._closing.wait(self._heartbeat_interval_s) and self._gone is None:
             self.send(Heartbeat(worker=self._worker, epoch=self._epoch, step=self._step))
+            self._look_for_progress()
+
+    def _look_for_progress(self) -> None:
+        frame = main_frame()
+        stalled_s = self._watch.look(time.monotonic(), is_waiting(frame))
+        if stalled_s is not None:
+            detail = self._watch.describe(stalled_s, describe_place(frame))
+            logger.warning("worker %d: %s", self._worker, detail)
+            self.send(Stalled(worker=self._worker, detail=detail))
 
     def _note_gone(self, why: str) -> None:
         with self._changed:

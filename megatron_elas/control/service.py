@@ -35,7 +35,7 @@ from megatron_elas.control.controller import initial_state, step
 from megatron_elas.control.events import AgentLost, Event, PlanMade, PlanRefused, Restarted, Tick, WorkerSilent
 from megatron_elas.control.health import Health
 from megatron_elas.control.joining import find_agent_problem
-from megatron_elas.control.journal import Journal
+from megatron_elas.control.journal import Journal, matters
 from megatron_elas.control.launch import Launch
 from megatron_elas.control.messages import (
     AgentHeartbeat,
@@ -156,7 +156,7 @@ class ControlService:
         with self._ending_on_bugs():
             now = self.now()
             state, commands = step(self._state, event, now)
-            if state is not self._state or any(not isinstance(command, Note) for command in commands):
+            if matters(self._state, state, commands):
                 self._write_down(event, now, state)
             self._state = state
             for command in commands:

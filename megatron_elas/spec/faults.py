@@ -25,6 +25,8 @@ class FaultKind(enum.StrEnum):
     """The process ends with status 1 and no farewell."""
     STOP = "stop"
     """SIGSTOP: it stays, holds its links open and answers nothing."""
+    HANG = "hang"
+    """Its main thread waits for ever, in nothing that another worker could end; the process lives and beats."""
     EXCEPTION = "exception"
     """A Python exception out of the training step."""
 

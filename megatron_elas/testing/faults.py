@@ -75,6 +75,8 @@ def _strike(fault: Fault) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case FaultKind.STOP:
             os.kill(os.getpid(), signal.SIGSTOP)
+        case FaultKind.HANG:
+            threading.Event().wait()
         case FaultKind.EXIT:
             os._exit(1)
         case FaultKind.EXCEPTION:

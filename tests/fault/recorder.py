@@ -4,6 +4,8 @@ In the folder ELAS_TEST_OUT: ``final.W.pt`` at the end of training, ``walk.E.W.p
 epoch E (what is stale then, and what the worker costs), and ``version.V.epoch.E.W.pt`` before every run of the steps
 named in ELAS_TEST_VERSIONS. With ELAS_TEST_TRACE it writes ``trace.W`` (traces.py) and walks nowhere. Before the step
 ELAS_TEST_KILL_SPARES the spares are killed: they run no step in which a scripted fault could strike.
+ELAS_TEST_SLEEPER names a worker that falls asleep (``sleeper.py``), ELAS_TEST_KILL_CONTROLLER moments at which the
+controller is killed (``controller_killer.py``).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elas import pretrain_gpt
-from tests.fault import planting
+from tests.fault import controller_killer, planting, sleeper
 from tests.fault.footprint import ancestors, count_objects, count_tensor_bytes, take_footprint
 from tests.fault.stale import Scene, find_stale
 from tests.fault.traces import Tracer
@@ -50,6 +52,8 @@ def main() -> int:
         if traced:
             attached = attachment()
             tracer().tell_version(attached.session.plan, step, shard(attached))
+        sleeper.fall_asleep(attachment().worker, step)
+        controller_killer.step_begins(attachment().worker, step)
         if step in wanted:
             attached = attachment()
             epoch = attached.session.plan.epoch
@@ -66,6 +70,7 @@ def main() -> int:
         ran = session._state.live == step + 1 and set(session._state.stores) == {session.plan.epoch}
         if session.plan.epoch not in walked and ran:
             walked.add(session.plan.epoch)
+            sleeper.wake_up(session.worker, session.plan.epoch)
             save(f"walk.{session.plan.epoch}", session.worker, walk(attachment(), step))
             if os.environ.get("ELAS_TEST_PLANTS") == str(session.worker):
                 if session.plan.epoch == 0:
@@ -75,6 +80,7 @@ def main() -> int:
         return outcome
 
     def record_end() -> None:
+        sleeper.let_it_be_killed()
         attached = attachment()
         attached.communicator.muted = attached.communicator.tolerant = False
         state = shard(attached)
@@ -87,6 +93,7 @@ def main() -> int:
     MegatronHost.begin_step = record_version  # type: ignore[method-assign]
     Session.run_step = record_walk  # type: ignore[method-assign]
     worker.finish = record_end
+    controller_killer.install()
     return pretrain_gpt.main()
 
 

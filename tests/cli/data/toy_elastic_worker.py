@@ -62,6 +62,7 @@ class Toy:
             self.env.heartbeat_s,
             on_quiesce=lambda quiesce: self.quiesced.set(),
             on_inject=lambda text: self.injector.add(parse_fault(text)),
+            progress_timeout_s=self.env.progress_s,
         )
         self.injector = FaultInjector(
             [parse_fault(text) for text in faults],
