@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -278,16 +279,9 @@ def test_a_lost_worker_and_a_stranger_are_sent_away(director: Journaled) -> None
     away = find_stranger(director.state, again(5))
     assert away is not None and away.exit_code == ExitCode.CUT_OFF and "its process is stopped" in away.sentence
     assert find_stranger(director.state, again(0)) is None
-    other = HelloAgain(hello=make_hello(0, make_job()), epoch=0, plan_epoch=0, finished=False)
-    stranger = HelloAgain(
-        hello=type(other.hello)(**{**fields_of(other.hello), "pid": 1}), epoch=0, plan_epoch=0, finished=False
-    )
-    away = find_stranger(director.state, stranger)
+    other = msgspec.structs.replace(again(0), hello=msgspec.structs.replace(make_hello(0, JOB), pid=1))
+    away = find_stranger(director.state, other)
     assert away is not None and away.exit_code == ExitCode.NOT_STARTED
-
-
-def fields_of(hello) -> dict[str, object]:
-    return {name: getattr(hello, name) for name in hello.__struct_fields__}
 
 
 def test_an_agent_that_comes_back_is_told_everything_again(director: Journaled) -> None:

@@ -1,7 +1,7 @@
 """Kills the controller from inside a job, at moments that a test names.
 
-ELAS_TEST_KILL_CONTROLLER is a list, with commas: ``W@S``: worker W, before step S; ``settling``: worker 0, about to report
-its position; ``resuming``: worker 0, with the order to recover in its hands. Each strikes once, and says so.
+ELAS_TEST_KILL_CONTROLLER is a list, with commas: ``W@S``: worker W, before step S; ``settling``: worker 0, about to
+report its position; ``resuming``: worker 0, with the order to recover in its hands. Each strikes once, and says so.
 """
 
 from __future__ import annotations
