@@ -226,10 +226,11 @@ class ControlLink:
                 why = self._read_to_the_end()
                 if self._closing.is_set():
                     return
-                logger.warning("worker %d: the controller is gone (%s); training goes on", self._worker, why)
+                # Its launcher, or this node's, warns; here it would be a line per worker.
+                logger.info("worker %d: the controller is gone (%s); training goes on", self._worker, why)
                 if not self._connect_again():
                     return
-                logger.warning("worker %d: the controller is back", self._worker)
+                logger.info("worker %d: the controller is back", self._worker)
         except BadMessage as error:
             self._note_gone(str(error))
         except Exception as error:  # the thread's boundary: if it died silently, waits would never end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,31 @@ def test_a_controller_that_keeps_dying_ends_the_job_with_a_sentence(tmp_path: Pa
     assert "the controller ended 4 times within 60 s, at last killed by SIGKILL" in outcome.err
     assert not wait_gone(processes)
     assert [event["event"] for event in read_events(tmp_path)] == [*["controller_restarted"] * 3, "end"]
+
+
+@pytest.mark.slow
+def test_the_other_nodes_wait_for_a_controller_that_is_started_again_and_the_job_goes_on(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    common = ("--nnodes=2", "--nproc-per-node=2", f"--rdzv-endpoint={endpoint}", *PATIENT, "--heartbeat-timeout-s=8")
+    environ = {"ELAS_TOKEN": "a secret of two nodes"}
+    with (
+        launched(*common, "--node-rank=1", TOY, "1", "4", "2", environ=environ) as second,
+        launched(*common, "--node-rank=0", TOY, "1", "4", "2", environ=environ) as first,
+    ):
+        first.wait_for("starts", 2)
+        second.wait_for("starts", 2)
+        victim = second.workers()[1]
+        first.controller().kill()
+        victim.kill()
+        first.wait_for("recovered: epoch 1")
+        kill_controller(first)
+        second.workers()[0].kill()
+        outcomes = first.finish(), second.finish()
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert "the controller on node 0 is gone; training goes on" in outcomes[1].err
+    assert outcomes[0].out.count("---- recovered: epoch") == 2
 
 
 @pytest.mark.slow

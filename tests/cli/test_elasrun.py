@@ -85,6 +85,15 @@ def test_a_worker_that_is_killed_ends_a_plain_job(tmp_path: Path) -> None:
     assert outcome.code == 137 and "killed by SIGKILL" in outcome.err
 
 
+def test_a_worker_of_an_elastic_job_that_is_killed_before_it_joined_ends_the_job_as_not_started(tmp_path: Path) -> None:
+    """Also when the flag is in a file."""
+    script = write_script(tmp_path, "import os\nos.kill(os.getpid(), 9)\n")
+    (tmp_path / "flags").write_text("--lr 1  # a comment\n--elastic\n")
+    for flag in ("--elastic", f"@{tmp_path / 'flags'}"):
+        outcome = elasrun(script, flag)
+        assert outcome.code == 5 and "worker 0 was lost before training began (killed by SIGKILL)" in outcome.err
+
+
 def test_output_goes_to_one_file_per_worker_when_asked(tmp_path: Path) -> None:
     script = write_script(tmp_path, "import os, sys\nprint('out', os.environ['RANK'])\nprint('err', file=sys.stderr)\n")
     outcome = elasrun("--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs"), script)
