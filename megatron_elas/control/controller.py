@@ -65,8 +65,8 @@ def step(state: State, event: Event, now: float) -> Step:
             return _processes_changed(state, event, now)
         case Terminate(signum=signum):
             return stop(state, 128 + signum, f"ended by {signal.Signals(signum).name}", signum)
-        case Tick():
-            return _check_deadlines(state, now)
+        case Tick(waiting=waiting):
+            return _check_deadlines(state, now, waiting)
         case Restarted():
             return rejoining.go_on(state, event)
         case Hello() if isinstance(state, Gathering):
@@ -264,12 +264,12 @@ def _lose(state: Gathering | Training, workers: Iterable[int], reason: LossReaso
     return recovering.lose(state, losses, now)
 
 
-def _check_deadlines(state: State, now: float) -> Step:
+def _check_deadlines(state: State, now: float, waiting: frozenset[int]) -> Step:
     match state:
         case Gathering():
             return joining.check_deadline(state, now)
         case Settling() | Resuming():
-            return recovering.check_deadline(state, now)
+            return recovering.check_deadline(state, now, waiting)
         case Stopping():
             return ending.check_deadline(state, now)
         case _:

@@ -62,6 +62,9 @@ class PlanRefused:
 class Tick:
     """Time passed; deadlines are looked at."""
 
+    waiting: frozenset[int] = frozenset()
+    """Workers whose last heartbeat said that their main thread waits for others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarted:

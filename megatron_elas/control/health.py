@@ -18,6 +18,7 @@ class Pulse:
     """When its agent last saw it run."""
     step: int = 0
     epoch: int = 0
+    waiting: bool = False
     hung_up: bool = False
 
 
@@ -35,11 +36,16 @@ class Health:
         pulse = self._pulses.setdefault(worker, Pulse(heard_s=now))
         pulse.heard_s = now
 
-    def hear_progress(self, worker: int, epoch: int, step: int, now: float) -> None:
+    def hear_progress(self, worker: int, epoch: int, step: int, now: float, waiting: bool = False) -> None:
         """A heartbeat came."""
         self.hear(worker, now)
         pulse = self._pulses[worker]
-        pulse.epoch, pulse.step = epoch, step
+        pulse.epoch, pulse.step, pulse.waiting = epoch, step, waiting
+
+    @property
+    def waiting(self) -> frozenset[int]:
+        """Workers whose last heartbeat said that they wait for others."""
+        return frozenset(worker for worker, pulse in self._pulses.items() if pulse.waiting)
 
     def vouch(self, worker: int, now: float) -> None:
         """Its agent saw its process run, though it may have said nothing itself. Begins no watching."""

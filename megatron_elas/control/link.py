@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 from websockets.sync.client import ClientConnection
@@ -320,12 +321,13 @@ class ControlLink:
 
     def _beat(self) -> None:
         while not self._closing.wait(self._heartbeat_interval_s) and self._gone is None:
-            self.send(Heartbeat(worker=self._worker, epoch=self._epoch, step=self._step))
-            self._look_for_progress()
+            frame = main_frame()
+            waiting = is_waiting(frame)
+            self.send(Heartbeat(worker=self._worker, epoch=self._epoch, step=self._step, waiting=waiting))
+            self._look_for_progress(frame, waiting)
 
-    def _look_for_progress(self) -> None:
-        frame = main_frame()
-        stalled_s = self._watch.look(time.monotonic(), is_waiting(frame))
+    def _look_for_progress(self, frame: FrameType | None, waiting: bool) -> None:
+        stalled_s = self._watch.look(time.monotonic(), waiting)
         if stalled_s is not None:
             detail = self._watch.describe(stalled_s, describe_place(frame))
             logger.warning("worker %d: %s", self._worker, detail)

@@ -65,6 +65,8 @@ class Heartbeat(Message, kw_only=True):
     worker: int
     epoch: int
     step: int
+    waiting: bool = False
+    """Its main thread waits for another worker, or for the controller."""
 
 
 class PeerUnreachable(Message, kw_only=True):

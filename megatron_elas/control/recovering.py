@@ -243,8 +243,8 @@ def _run_if_recovered(state: Resuming) -> Step:
     )
 
 
-def check_deadline(state: Settling | Resuming, now: float) -> Step:
-    """Lose the survivors that did not report in time."""
+def check_deadline(state: Settling | Resuming, now: float, waiting: frozenset[int]) -> Step:
+    """Lose the survivors that did not report in time; not those that wait for others of them."""
     if now < state.deadline_s:
         return state, ()
     timeouts = state.roster.launch.timeouts
@@ -254,5 +254,7 @@ def check_deadline(state: Settling | Resuming, now: float) -> Step:
         else f"did not finish its first step within --resume-timeout-s={timeouts.resume_timeout_s:g}"
     )
     late = [worker for worker in state.roster.survivors if worker not in state.reports]
+    if isinstance(state, Resuming):
+        late = [worker for worker in late if worker not in waiting] or late
     losses = [WorkerLost(worker=worker, reason=LossReason.SILENT, detail=detail, at_s=now) for worker in late]
     return lose(state, losses, now) if losses else (state, ())

@@ -222,7 +222,7 @@ class ControlService:
                 if not self._is_node_late(self._state.roster.launch.node_of(worker), now):
                     self._health.forget(worker)
                     self.apply(WorkerSilent(worker=worker, silent_s=silent_s))
-            self.apply(Tick())
+            self.apply(Tick(waiting=self._health.waiting))
 
     def _lose_agent(self, node: int, silent_s: float) -> None:
         """The node does not answer. It has ended its workers by now; what reaches it after all says so too."""
@@ -331,7 +331,7 @@ class ControlService:
 
     def _hear(self, worker: int, message: FromClient) -> None:
         if isinstance(message, Heartbeat):
-            self._health.hear_progress(worker, message.epoch, message.step, self.now())
+            self._health.hear_progress(worker, message.epoch, message.step, self.now(), message.waiting)
             return
         self._health.hear(worker, self.now())
         if isinstance(message, NOT_OF_WORKERS):

@@ -388,6 +388,21 @@ def resuming(job: JobSpec, lost: int) -> Director:
     return director
 
 
+def test_of_survivors_that_are_late_only_those_that_wait_for_nobody_are_lost() -> None:
+    director = resuming(make_job(pipeline=2, data=3), 5)
+    director.now += TIMEOUTS.resume_timeout_s
+    director.send(Tick(waiting=frozenset({0, 2, 3, 4})))
+    assert isinstance(director.state, Settling) and set(director.state.roster.lost) == {1, 5}
+
+
+def test_late_survivors_that_all_wait_are_lost_together() -> None:
+    director = resuming(make_job(pipeline=2, data=3), 5)
+    director.recover(1, [0, 1, 2])
+    director.now += TIMEOUTS.resume_timeout_s
+    director.send(Tick(waiting=frozenset({0, 1, 2, 3, 4})))
+    assert set(director.state.roster.lost) == {3, 4, 5}
+
+
 def test_survivors_that_do_not_finish_their_first_step_in_time_are_lost_too() -> None:
     director = resuming(make_job(pipeline=2, data=3), 5)
     director.recover(1, [0, 1, 2, 3])
