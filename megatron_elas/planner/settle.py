@@ -95,7 +95,7 @@ def _find_holders(
     holders = []
     for owner in plan.placement.workers:
         if owner not in holdings:
-            nearest = (worker for worker in plan.backups_of(owner) if worker in holdings)
+            nearest = {worker: None for worker in (*plan.backups_of(owner), *holdings) if worker in holdings}
             holders.append((owner, next(w for w in nearest if version in _ward_versions(holdings[w], owner, commit))))
     return tuple(holders)
 
