@@ -23,6 +23,10 @@ from megatron_elas.spec.cost import JobCost, UnitCost, Work
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Cell, Placement
 
+CANDIDATES = 4
+"""Numbers of stages that are worked out when several have the least load, largest first: with fewer stages every cell
+holds more layers, and gets more."""
+
 Layers = tuple[int, int]
 """Of a stage: ``[start, stop)``."""
 
@@ -70,11 +74,8 @@ def regroup(
         depth: _least_load(job, cells, fullest) for depth, cells in counts.items() if depth * fullest >= job.num_layers
     }
     least = min(loads.values())
-    plans = [
-        _arrange(job, found, counts[depth], fullest, before)
-        for depth in sorted(loads, reverse=True)
-        if loads[depth] == least
-    ]
+    depths = [depth for depth in sorted(loads, reverse=True) if loads[depth] == least]
+    plans = [_arrange(job, found, counts[depth], fullest, before) for depth in depths[:CANDIDATES]]
     best = min(plans, key=lambda plan: plan.moved)  # of several, the first: most stages
     return best.placement, best.layers
 
