@@ -425,10 +425,17 @@ def test_a_second_loss_during_the_recovery_is_recovered_from_too() -> None:
     assert "now      stage 0: [0] [2]" in outcome.out
 
 
-def test_losing_a_whole_stage_gives_up_with_its_own_code() -> None:
-    outcome = elasrun("--nproc-per-node", "2", *FAST, TOY, "2", "1", "1", "kill:worker=1@step=5,phase=between")
+def test_fewer_workers_than_a_cell_takes_give_up_with_their_own_code() -> None:
+    fault = "kill:worker=1@step=5,phase=between"
+    outcome = elasrun("--nproc-per-node", "2", *FAST, TOY, "1", "1", "1", fault, environ={"TOY_LANES": "2"})
     assert outcome.code == 3
-    assert "stage 1 lost all its cells" in outcome.err
+    assert "1 workers are left and a cell takes 2" in outcome.err
+
+
+def test_losing_a_whole_stage_is_recovered_from_with_fewer_stages() -> None:
+    outcome = elasrun("--nproc-per-node", "2", *FAST, TOY, "2", "1", "1", "kill:worker=1@step=5,phase=between")
+    assert outcome.code == 0, outcome
+    assert "now      stage 0: [0]" in outcome.out
 
 
 def test_an_error_that_a_second_worker_runs_into_ends_the_job_instead_of_all_workers_one_by_one() -> None:

@@ -133,11 +133,8 @@ def test_a_second_worker_lost_during_the_recovery_is_recovered_from_too(calm: Ru
     assert_survivors(run, {0, 3})
 
 
-def test_losing_a_whole_stage_ends_the_job_with_its_own_code_and_a_sentence(tmp_path: Path) -> None:
-    run = lose(
-        tmp_path,
-        "kill:worker=2@step=4,phase=forward,microbatch=1",
-        "kill:worker=3@step=6,phase=forward,microbatch=1",
-    )
-    assert run.code == 3
-    assert "stage 1 lost all its cells" in run.output and "--load" in run.output
+def test_fewer_workers_than_a_cell_takes_end_the_job_with_its_own_code_and_a_sentence(tmp_path: Path) -> None:
+    fault = "kill:worker=1@step=4,phase=forward,microbatch=1"
+    run = run_job(tmp_path / "run", ("--tensor-model-parallel-size=2",), workers=2, faults=[fault])
+    assert run.fired == [fault] and run.code == 3, run.output[-6000:]
+    assert "1 workers are left and a cell takes 2" in run.output and "--load" in run.output

@@ -147,9 +147,10 @@ def test_the_code_is_the_jobs_and_not_that_of_a_node_that_was_lost(sbatch: Submi
 
 @pytest.mark.slow
 def test_a_job_that_gives_up_ends_with_that_code(sbatch: Submit) -> None:
-    batch = sbatch("tiny", *FLAGS, "--elastic-inject", FAULT, "--elastic-inject", FAULT.replace("worker=3", "worker=2"))
+    fault = FAULT.replace("worker=3", "worker=1")
+    batch = sbatch("tiny", *FLAGS, "--elastic-inject", fault, TP="2", PP="1", WORKERS="1")
     assert batch.finish() == 3, batch.output[-4000:]
-    assert "stage 1 lost all its cells" in batch.output
+    assert "1 workers are left and a cell takes 2" in batch.output
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ class Toy:
 stages, rows, losses = map(int, sys.argv[1:4])
 toy = Toy(
     JobSpec(
-        tensor_parallel=1,
+        tensor_parallel=int(os.environ.get("TOY_LANES", "1")),
         pipeline_parallel=stages,
         data_parallel=rows,
         micro_batch_size=1,
