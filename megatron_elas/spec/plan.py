@@ -75,6 +75,6 @@ class Settlement:
     waived_activity: int = -1
     """The newest joint activity that failed somewhere and that nobody runs again; -1: none."""
     holders: tuple[tuple[int, int], ...] = ()
-    """For every lost worker of the base plan, who has the copy of its shard that is used; ascending."""
+    """For every lost worker of the base plan, who has the copy of its shard that is used."""
     commit: Update | None = None
     """The step before ``resume_step``, if it was open: those who have not applied it yet do so."""
