@@ -100,9 +100,15 @@ def measure(attached: Any) -> dict[str, Any]:
         "weights": sum(buffer.param_data.nbytes for buffer in buffers),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": optimizer,
-        "own_copies": store.own.num_bytes,
-        "backup_copies": sum(copies.num_bytes for copies in store.wards.values()),
+        "own_copies": allocated(store.own, store._gradients.get(None)),
+        "backup_copies": sum(allocated(copies, store._gradients.get(ward)) for ward, copies in store.wards.items()),
     }
+
+
+def allocated(copies: Any, gradients: Any) -> int:
+    """Bytes of the buffers in use of one shard's copies, and of its gradients on their way."""
+    buffers = [buffer for buffer in copies._buffers if buffer is not None]
+    return sum(buffer.nbytes for buffer in buffers) + (0 if gradients is None else gradients.nbytes)
 
 
 if __name__ == "__main__":
