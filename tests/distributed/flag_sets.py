@@ -68,15 +68,15 @@ class FlagSet:
 
 FLAG_SETS = (
     FlagSet(
-        name="groups", style="gpt", tied=True, quick=True, second="kill:worker=0@step=5,phase=evaluate,microbatch=1",
+        name="groups", style="gpt", tied=True, quick=True, first="kill:worker=3@step=3,phase=norm",
+        second="kill:worker=0@step=5,phase=evaluate,microbatch=1",
         flags="--decoupled-lr=5e-4 --decoupled-min-lr=1e-5 --start-weight-decay=0.01 --end-weight-decay=0.3 "
         "--weight-decay-incr-style=linear --clip-grad=0.05 --log-num-zeros-in-grad --log-params-norm "
-        "--overlap-grad-reduce "
-        "--overlap-param-gather",
+        "--overlap-grad-reduce --overlap-param-gather",
     ),
     FlagSet(
         name="unclipped", counted="documents", first="kill:worker=2@step=3,phase=optimizer",
-        second="kill:worker=1@step=5,phase=commit",
+        second="kill:worker=1@step=5,phase=gather",
         flags="--clip-grad=0 --log-num-zeros-in-grad --qk-layernorm --apply-wd-to-qk-layernorm --check-for-spiky-loss "
         "--no-check-for-nan-in-loss-and-grad --lr-decay-style=WSD --lr-wsd-decay-iters=4 --lr-decay-iters=8",
     ),
@@ -87,17 +87,18 @@ FLAG_SETS = (
     ),
     FlagSet(
         name="bf16-reduced-in-fp32", tensor=2, pipeline=1, data=3, tied=True,
-        first="kill:worker=3@step=3,phase=backward,microbatch=1",
-        second="kill:worker=0@step=5,phase=forward,microbatch=0",
+        first="kill:worker=3@step=3,phase=optimizer", second="kill:worker=0@step=5,phase=reduce",
         flags="--bf16 --accumulate-allreduce-grads-in-fp32 --sequence-parallel "
         "--recompute-granularity=full --recompute-method=block --recompute-num-layers=1 --log-params-norm",
     ),
     FlagSet(
-        name="answers-per-token", counted="answers", quick=True, first="kill:worker=2@step=3,phase=commit",
+        name="answers-per-token", counted="answers", quick=True, first="kill:worker=2@step=3,phase=optimizer",
+        second="kill:worker=1@step=5,phase=reduce",
         flags="--calculate-per-token-loss --clip-grad=0.05 --recompute-granularity=selective",
     ),
     FlagSet(
         name="answers-per-sample", counted="answers", style="gpt", first="kill:worker=3@step=2,phase=evaluate",
+        second="kill:worker=0@step=5,phase=gather",
         flags="--overlap-grad-reduce --overlap-param-gather --log-num-zeros-in-grad",
     ),
     FlagSet(
@@ -114,7 +115,7 @@ FLAG_SETS = (
     ),
     FlagSet(
         name="saved-activations", tensor=2, pipeline=1, data=2, style="gpt",
-        first="kill:worker=3@step=3,phase=backward,microbatch=2", second="",
+        first="kill:worker=3@step=3,phase=gather", second="",
         flags="--recompute-granularity=full --recompute-method=uniform --recompute-num-layers=2 "
         "--distribute-saved-activations --clip-grad=0 --log-params-norm",
     ),
@@ -125,15 +126,15 @@ FLAG_SETS = (
         "--log-throughput --log-memory-interval=2 --empty-unused-memory-level=2 --rerun-mode=validate_results",
     ),
     FlagSet(
-        name="mup", style="gpt",
+        name="mup", style="gpt", first="kill:worker=3@step=3,phase=commit", second="kill:worker=0@step=5,phase=norm",
         flags="--use-mup --mup-base-hidden-size=16 --mup-width-mult=2 --decoupled-lr=5e-4 --openai-gelu "
         "--data-parallel-random-init",
     ),
     FlagSet(
-        name="samples", batch=8,
+        name="samples", batch=8, second="kill:worker=0@step=5,phase=optimizer",
         flags="--train-samples=64 --lr-decay-samples=60 --lr-warmup-samples=8 "
-        "--eval-global-batch-size=12 --eval-micro-batch-size=2 --micro-batch-size=2 --ddp-bucket-size=1000 "
-        "--no-align-param-gather --overlap-grad-reduce --overlap-param-gather",
+        "--num-workers=2 --eval-global-batch-size=12 --eval-micro-batch-size=2 --micro-batch-size=2 "
+        "--ddp-bucket-size=1000 --no-align-param-gather --overlap-grad-reduce --overlap-param-gather",
     ),
     FlagSet(
         name="reduce-scatter-fp32", first="kill:worker=2@step=3,phase=snapshot",
