@@ -14,6 +14,10 @@ from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan
 
+OWN = {"replay": "gradients on their way to backups", "copy": "two versions of the own state"}
+KEPT = {"replay": "the state and the gradients of others", "copy": "two versions of the state of others"}
+"""By --elastic-snapshot, for people: what a worker keeps because of its own shard, and because of its wards'."""
+
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"))
 
 
@@ -53,10 +57,11 @@ def check_node_memory(
         )
     if mode == "off":
         return "no copies of optimizer state are kept (--elastic-snapshot off), so a lost worker's needs a checkpoint"
+    own, kept = sum(memory.own_copies for memory in here), sum(memory.backup_copies for memory in here)
     return (
-        f"copies of optimizer state (--elastic-snapshot {mode}) take {_size(copies)} of host memory for {who}, "
-        f"{_size(copies + recovery)} while a recovery goes on; training takes {_size(training)}; available are "
-        f"{_size(available.size)}"
+        f"copies of optimizer state (--elastic-snapshot {mode}) take {_size(copies)} of host memory for {who}: "
+        f"{_size(own)} for {OWN[mode]}, {_size(kept)} for {KEPT[mode]}; {_size(copies + recovery)} while a recovery "
+        f"goes on, with old and new shards; training takes {_size(training)}, available are {_size(available.size)}"
     )
 
 

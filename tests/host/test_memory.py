@@ -134,16 +134,21 @@ def test_memory_of_training_workers_is_as_told(tmp_path: Path, precision: str) -
     is applied, and the gate after its SiLU. That is added here.
     """
     flags = ["--bf16"] if precision == "bf16" else []
-    sizes = measured(train(tmp_path / "run", "--pipeline-model-parallel-size=2", *flags))
+    run = train(tmp_path / "run", "--pipeline-model-parallel-size=2", *flags)
+    sizes = measured(run)
     assert sizes.keys() == {0, 1, 2, 3}
+    told = [foretell(TWO_STAGES, stage, 2, "replay", precision) for stage in (0, 1)]
+    said = re.search(r"take ([\d.]+) MiB of host memory for workers 0-3: .*; ([\d.]+) MiB while a recovery", run.output)
+    assert said is not None
+    assert float(said[1]) == pytest.approx(2 * sum(memory.host for memory in told) / 2**20, rel=0.01)
+    assert float(said[2]) == pytest.approx(2 * sum(memory.host_peak for memory in told) / 2**20, rel=0.01)
     for worker, size in sizes.items():
         shape, stage = TWO_STAGES, size["stage"]
-        told = foretell(shape, stage, 2, "replay", precision)
         for kind in ("weights", "gradients", "optimizer", "own_copies", "backup_copies"):
-            assert getattr(told, kind) == pytest.approx(size[kind], rel=0.01), (worker, kind)
+            assert getattr(told[stage], kind) == pytest.approx(size[kind], rel=0.01), (worker, kind)
         norms = 2 * shape.layers[stage] + stage
         unfused = 4 * shape.sequence * (norms * shape.hidden + shape.layers[stage] * shape.ffn)
-        assert told.activations + unfused == pytest.approx(size["activations"], rel=0.05), worker
+        assert told[stage].activations + unfused == pytest.approx(size["activations"], rel=0.05), worker
 
 
 @pytest.mark.parametrize("snapshot", ["replay", pytest.param("copy", marks=pytest.mark.slow)])
