@@ -12,6 +12,7 @@ client's proof                         HMAC-SHA256(key, "client" + client's nonc
 
 from __future__ import annotations
 
+import asyncio
 import http
 import socket
 import weakref
@@ -123,7 +124,8 @@ async def dial_async(address: str, token: str) -> AsyncConnection:
     connection = await connect_async(address, additional_headers={NONCE_HEADER: nonce.hex()}, proxy=None, **OPTIONS)
     try:
         await connection.send(_answer(connection.response, control_key(token), nonce))
-        await connection.recv()
+        async with asyncio.timeout(OPEN_TIMEOUT_S):
+            await connection.recv()
     except ConnectionClosed as error:
         raise ConnectionResetError(f"it hung up while shaking hands: {error}") from error
     except BaseException:

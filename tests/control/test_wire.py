@@ -127,6 +127,24 @@ def test_a_controller_that_does_not_know_the_token_is_found_out_before_the_clien
     assert got == []
 
 
+def test_a_controller_of_another_job_hears_no_proof() -> None:
+    heard: list[str | bytes] = []
+
+    async def run() -> None:
+        async def converse(connection: ServerConnection) -> None:
+            with contextlib.suppress(ConnectionClosed):
+                heard.append(await connection.recv())
+
+        gate = Gate("another")
+        async with serve(converse, "127.0.0.1", 0, process_response=gate.greet, **OPTIONS) as server:
+            port = next(iter(server.sockets)).getsockname()[1]
+            with pytest.raises(NotAMember):
+                await dial_async(f"ws://127.0.0.1:{port}", TOKEN)
+
+    asyncio.run(run())
+    assert heard == []
+
+
 def test_the_token_does_not_cross_the_wire() -> None:
     """Everything between a client and its controller, through a relay that keeps it."""
     token = "a token that is easy to find"
