@@ -9,6 +9,9 @@ for another worker, or for the controller, counts as progress, too. Within a ste
 the longest step so far)``. It is ``PATIENCE`` times that where no step has shown how long it may take: in the first
 step, in the first one after a recovery (both may compile), and between steps (evaluation, saving, what the script does
 there). Before the first step (building the model, loading) there is none.
+
+This is for collectives on CPUs, in which the caller waits. With those of an accelerator's library a main thread that
+waits for others may be found in any call that waits for the device.
 """
 
 from __future__ import annotations

@@ -6,12 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_elas.config import ControlTimeouts
 from megatron_elas.control import messages
+from megatron_elas.control.launch import Launch
 from megatron_elas.control.messages import (
     BadMessage,
     Message,
     decode_from_client,
+    decode_from_launcher,
     decode_to_agent,
+    decode_to_launcher,
     decode_to_worker,
     encode,
 )
@@ -27,7 +31,9 @@ LOSS = WorkerLost(worker=1, reason=LossReason.SILENT, detail="x", at_s=1.5, faul
 
 EXAMPLES: list[Message] = [
     make_hello(3, JOB),
+    messages.HelloAgain(hello=make_hello(3, JOB), epoch=2, plan_epoch=1, finished=False),
     messages.Heartbeat(worker=1, epoch=2, step=3),
+    messages.Stalled(worker=1, detail="x"),
     messages.PeerUnreachable(worker=1, epoch=2, peer=3, detail="x"),
     messages.Settled(report=make_report(1, 2, PLAN)),
     messages.Recovered(report=RecoveryReport(worker=1, epoch=2, resume_step=3, marks_s={"settle": 1.0})),
@@ -44,6 +50,7 @@ EXAMPLES: list[Message] = [
         plan_s=0.1,
     ),
     messages.Inject(fault="x"),
+    messages.Noted(count=3),
     messages.Stop(exit_code=3, sentence="x"),
     messages.AgentHello(node=1, host="h", workers=(2, 3)),
     messages.AgentHeartbeat(node=1, number=3, beating=(2,)),
@@ -55,9 +62,21 @@ EXAMPLES: list[Message] = [
     messages.StopAll(exit_code=1, sentence="x"),
     messages.InjectRequest(fault="x"),
     messages.StatusRequest(),
+    messages.Setup(
+        launch=Launch(nnodes=1, workers_per_node=8, timeouts=ControlTimeouts(), elastic=True),
+        token="t",
+        welcome=messages.Welcome(master_address="a", master_port=1, run_id="r"),
+        journal="/x",
+        down_since_s=1.5,
+    ),
+    messages.Terminate(signum=15),
+    messages.Show(event="loss", epoch=1, worker=2, text="x", facts={"a": [1, None, "b"]}),
+    messages.JobEnded(exit_code=3, sentence="x"),
 ]
 READERS = {
     messages.FromClient: decode_from_client,
+    messages.FromLauncher: decode_from_launcher,
+    messages.ToLauncher: decode_to_launcher,
     messages.ToWorker: decode_to_worker,
     messages.ToAgent: decode_to_agent,
 }
