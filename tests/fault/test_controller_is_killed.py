@@ -8,18 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.fault.conftest import GRID
 from tests.fault.runs import Run, assert_nothing_stale, assert_same_training, run_job
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-GRID = ("--pipeline-model-parallel-size=2",)
 FAULT = "kill:worker=2@step=5,phase=backward,microbatch=1"
-
-
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The undisturbed run."""
-    return run_job(tmp_path_factory.mktemp("calm") / "run", GRID, workers=4, timeout_s=200)
 
 
 @pytest.mark.parametrize(

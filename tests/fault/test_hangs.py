@@ -7,20 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.fault.conftest import GRID
 from tests.fault.runs import Run, assert_nothing_stale, assert_same_training, run_job
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
-GRID = ("--pipeline-model-parallel-size=2",)
 IMPATIENT = ("--progress-timeout-s=2",)
 """And ten times the longest step, on a busy machine."""
 AT = 5
-
-
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The undisturbed run."""
-    return run_job(tmp_path_factory.mktemp("calm") / "run", GRID, workers=4, timeout_s=200)
 
 
 def assert_lost(run: Run, worker: int, reason: str) -> None:

@@ -7,19 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.fault.conftest import GRID
 from tests.fault.runs import Run, assert_nothing_stale, assert_same_training, run_job, run_stock
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
-GRID = ("--pipeline-model-parallel-size=2",)
 AT = 5
 """Step in which the fault strikes; 10 more follow."""
-
-
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The undisturbed run."""
-    return run_job(tmp_path_factory.mktemp("calm") / "run", GRID, workers=4)
 
 
 def lose(tmp_path: Path, *faults: str) -> Run:
