@@ -1,17 +1,25 @@
 """What one placement makes of every group, and of what else knows groups: parallel_state, args.
 
-A group's object never changes; its members do. What an edit means depends on what the group was
-made for:
+A group's object never changes; its members do. They follow from what the group was made for and from this worker's
+seat, not from who its first members were: a worker that comes to another stage has other replicas.
 
 * WORLD: all seated workers.
-* STAGE: inside one stage (data parallel, tensor parallel, ...): its members that still have a seat.
+* STAGE: all workers of the own stage.
+* REPLICAS: those of the own stage and lane (data parallel).
+* CELL: those of the own cell (tensor parallel).
+* SELF: this worker (kinds of parallelism that are not in use).
 * CHAIN: one worker per stage (pipeline, embedding): this worker's own view of the pipeline. Views differ
   between workers when stages have different numbers of cells, so no collective may use them.
 * FUSED: whole pipelines (model parallel): after a loss, pipelines are no longer apart from one another, so
-  these become one group of all seated workers, on a channel that all of them derive alike.
+  these become one group of all seated workers.
+* FIRST: groups of other descriptions inside one stage: the first members that still have a seat.
 
-Global ranks are dense again after an edit (ascending worker id): Megatron compares them with the world
-size to find the logging rank, and indexes lists by them.
+Channels: as long as all members are first members of the group, it keeps the channel it was made with. Otherwise
+members held different groups at first, and use a channel that follows from description and order of creation alone. Of
+each description and order a worker has one group, so it never has two groups on one channel.
+
+Global ranks are dense again after an edit, in the order of seats (Placement.workers): Megatron compares them with the
+world size to find the logging rank, which has to be on the last stage, and indexes lists by them.
 """
 
 from __future__ import annotations
@@ -21,12 +29,13 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from megatron_elas.runtime.communicator.channels import channel_of
 from megatron_elas.runtime.communicator.membership import GroupMembers
 from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.plan import ElasticPlan
 
-FUSED_CHANNELS = 1 << 30
-"""Fused groups take channels from here on, far above those that c10d counts."""
+MIXED_CHANNELS = 1 << 30
+"""Groups with members that had different groups at first take channels from here on, far above those c10d counts."""
 
 _CHAIN_PREFIXES = ("PIPELINE", "EMBEDDING", "POSITION_EMBEDDING")
 
@@ -36,8 +45,37 @@ class GroupKind(enum.Enum):
 
     WORLD = "world"
     STAGE = "stage"
+    REPLICAS = "replicas"
+    CELL = "cell"
+    SELF = "self"
     CHAIN = "chain"
     FUSED = "fused"
+    FIRST = "first"
+
+
+_KINDS = {
+    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": GroupKind.WORLD,
+    "TENSOR_AND_DATA_PARALLEL_GROUP": GroupKind.STAGE,
+    "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": GroupKind.STAGE,
+    "DATA_PARALLEL_GROUP": GroupKind.REPLICAS,
+    "DATA_PARALLEL_GROUP_WITH_CP": GroupKind.REPLICAS,
+    "DATA_PARALLEL_GROUP_WITH_CP_AG": GroupKind.REPLICAS,
+    "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": GroupKind.REPLICAS,
+    "EXPERT_DATA_PARALLEL_GROUP": GroupKind.REPLICAS,
+    "EXPERT_DATA_PARALLEL_GROUP_AG": GroupKind.REPLICAS,
+    "TENSOR_MODEL_PARALLEL_GROUP": GroupKind.CELL,
+    "TENSOR_AND_CONTEXT_PARALLEL_GROUP": GroupKind.CELL,
+    "EXPERT_TENSOR_PARALLEL_GROUP": GroupKind.CELL,
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": GroupKind.CELL,
+    "CONTEXT_PARALLEL_GROUP": GroupKind.SELF,
+    "EXPERT_MODEL_PARALLEL_GROUP": GroupKind.SELF,
+    "GTP_WEIGHT_REMAT_GROUP": GroupKind.SELF,
+    "EXPERT_GTP_WEIGHT_REMAT_GROUP": GroupKind.SELF,
+    "MODEL_PARALLEL_GROUP": GroupKind.FUSED,
+    "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": GroupKind.FUSED,
+    "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": GroupKind.FUSED,
+}
+"""By Megatron's description. Members alone do not tell: with one row and one lane, all groups of a stage are alike."""
 
 
 class Group(Protocol):
@@ -49,14 +87,21 @@ class Group(Protocol):
 
 
 def classify_group(original_members: Sequence[int], description: str, initial: Placement) -> GroupKind:
-    """What a group was made for, from its first members and Megatron's description of it."""
+    """What a group was made for, from its first members and Megatron's description of it.
+
+    A description counts only if the first members are what it says; others are told from the members.
+    """
     if description.startswith(_CHAIN_PREFIXES):
         return GroupKind.CHAIN
+    stages = {initial.seat(worker).stage for worker in original_members}
+    kind = _KINDS.get(description)
+    if kind is GroupKind.FUSED and len(stages) == initial.num_stages:
+        return kind
+    if kind not in (None, GroupKind.FUSED) and _members(kind, initial, original_members[0]) == tuple(original_members):
+        return kind
     if set(original_members) == set(initial.workers):
         return GroupKind.WORLD
-    if len({initial.seat(worker).stage for worker in original_members}) == 1:
-        return GroupKind.STAGE
-    return GroupKind.FUSED
+    return GroupKind.FIRST if len(stages) == 1 else GroupKind.FUSED
 
 
 def is_view(group: Group, initial: Placement) -> bool:
@@ -68,28 +113,53 @@ def plan_groups(
     groups: Sequence[Group], initial: Placement, placement: Placement, worker: int
 ) -> dict[str, GroupMembers]:
     """The members of every group of this process under the placement; ``worker`` must have a seat in it."""
-    seated = placement.workers
-    chain = placement.chain(worker)
     seen: dict[str, int] = {}
     planned = {}
     for group in groups:
         kind = classify_group(group.original_members, group.description, initial)
         order = seen.get(group.description, 0)
         seen[group.description] = order + 1
-        channel = None
-        if kind is GroupKind.WORLD:
-            members = seated
-        elif kind is GroupKind.STAGE:
+        channel = channel_of(group.group_name)
+        if kind is GroupKind.CHAIN:
+            members = _view(group, placement, worker)
+        elif kind is GroupKind.FIRST:
+            seated = placement.workers
             members = tuple(w for w in group.original_members if w in seated)
-        elif kind is GroupKind.CHAIN:
-            members = tuple(chain[stage] for stage in sorted({initial.seat(w).stage for w in group.original_members}))
         else:
-            members = seated
-            channel = FUSED_CHANNELS + zlib.crc32(f"{group.description}/{order}".encode()) % FUSED_CHANNELS
+            members = _members(kind, placement, worker)
+            if not set(members) <= set(group.original_members):
+                channel = MIXED_CHANNELS + zlib.crc32(f"{group.description}/{order}".encode()) % MIXED_CHANNELS
         planned[group.group_name] = GroupMembers(
             members=members, channel=channel, description=group.description, is_view=kind is GroupKind.CHAIN
         )
     return planned
+
+
+def _members(kind: GroupKind | None, placement: Placement, worker: int) -> tuple[int, ...]:
+    """Who belongs to the worker's group of that kind, in rank order."""
+    seat = placement.seat(worker)
+    match kind:
+        case GroupKind.STAGE:
+            return tuple(w for cell in placement.stages[seat.stage] for w in cell.workers)
+        case GroupKind.REPLICAS:
+            return placement.replicas(seat.stage, seat.lane)
+        case GroupKind.CELL:
+            return placement.stages[seat.stage][seat.cell].workers
+        case GroupKind.SELF:
+            return (worker,)
+        case _:
+            return placement.workers
+
+
+def _view(group: Group, placement: Placement, worker: int) -> tuple[int, ...]:
+    """The worker's view of its pipeline, of its two ends if it is one of them, or itself."""
+    chain = placement.chain(worker)
+    if group.description.startswith("PIPELINE"):
+        return chain
+    is_end = worker in (chain[0], chain[-1])
+    if group.description.startswith("EMBEDDING") and len(group.original_members) > 1 and is_end:
+        return tuple(dict.fromkeys((chain[0], chain[-1])))
+    return (worker,)
 
 
 def rank_lists() -> dict[str, Any]:

@@ -239,7 +239,7 @@ def check_digests(plan: ElasticPlan, rows: Sequence[Sequence[int]]) -> None:
 
     Args:
         plan: The plan in force.
-        rows: One per seated worker by ascending worker id, the columns of FIELDS.
+        rows: One per seated worker in the order of ``Placement.workers``, the columns of FIELDS.
     """
     by_worker = dict(zip(plan.placement.workers, rows, strict=True))
     first_worker, first = next(iter(by_worker.items()))

@@ -215,7 +215,7 @@ class Groups(Protocol):
         """Wait for all seated workers."""
 
     def all_gather_rows(self, row: Sequence[int]) -> list[list[int]]:
-        """The row of every seated worker, by ascending worker id."""
+        """The row of every seated worker, in the order of ``Placement.workers``."""
 
     def all_gather_texts(self, text: str) -> list[str]:
         """The text of every seated worker, by ascending worker id."""

@@ -3,7 +3,8 @@
 A placement is a value. Removing workers gives a new one; nothing here knows of processes.
 
 Invariants: a worker has at most one seat; every cell has the same number of lanes; the order of
-cells inside a stage is the order of their original rows.
+cells inside a stage is the order of their original rows. Global ranks follow seats, so the last rank is on the last
+stage, wherever workers have moved.
 """
 
 from __future__ import annotations
@@ -71,8 +72,11 @@ class Placement:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """Workers with a seat, ascending."""
-        return tuple(sorted(self._seated()))
+        """Workers with a seat in the order of their global ranks: by stage, cell and lane, Megatron's own order.
+
+        Ascending as long as nobody has come to another stage.
+        """
+        return tuple(self._seated())
 
     def _seated(self) -> Iterator[int]:
         for stage in self.stages:
