@@ -9,6 +9,7 @@ from megatron_elas.host.data import SeekableLoader
 from megatron_elas.host.log_handover import Log
 from megatron_elas.host.optimizer import OptimizerFactory
 from megatron_elas.host.pipeline import Route, RoutedPipeline
+from megatron_elas.host.restage import ModelFactory
 from megatron_elas.host.sample_log import SampleLog
 from megatron_elas.host.schedule import PassCounter
 from megatron_elas.host.training import MegatronHost
@@ -45,8 +46,9 @@ class Attachment:
     zeros: Any = None
     """Zeros among its gradients, where they are counted."""
     factory: OptimizerFactory | None = None
+    models: ModelFactory | None = None
     train_loader: SeekableLoader | None = None
-    """None on workers that read no data."""
+    """None on workers that cannot read data: a script of the user's own gave them no data set."""
     host: MegatronHost | None = None
     unsaved: int | None = None
     """Iteration of the newest checkpoint, if it could not be saved."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megatron_elas.host.between_steps import wrap_evaluate, wrap_execute_sync, wrap_save_checkpoint
 from megatron_elas.host.gradients import wrap_finalize_gradients, wrap_tied_embedding_reduce
-from megatron_elas.host.loaders import wrap_data_loaders
+from megatron_elas.host.loaders import wrap_data_loaders, wrap_dataset_builder
 from megatron_elas.host.logging_seams import wrap_print_rank_last
 from megatron_elas.host.loss_masks import wrap_sample
 from megatron_elas.host.optimizer_layout import (
@@ -19,6 +19,12 @@ from megatron_elas.host.optimizer_layout import (
 )
 from megatron_elas.host.parameter_norm import wrap_parameter_norm
 from megatron_elas.host.patching import replace, use, wrap
+from megatron_elas.host.stage_layers import (
+    wrap_layer_offset,
+    wrap_num_layers,
+    wrap_param_groups,
+    wrap_setup_model,
+)
 from megatron_elas.host.training_step import (
     wrap_backward_step,
     wrap_schedule_lookup,
@@ -160,6 +166,41 @@ ROWS = (
         "(model, force_create_fp32_copy=False)",
         "sums over the model-parallel group, in which stages with more cells count more often after a loss",
         wrap_parameter_norm,
+    ),
+    wrap(
+        "elastic.dataset-builder",
+        "megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.__init__",
+        "(self, cls, sizes, is_built_on_rank, config)",
+        "every worker can read samples: it may come to a stage, or a lane, that does",
+        wrap_dataset_builder,
+    ),
+    wrap(
+        "elastic.setup-model",
+        "megatron.training.training:setup_model_and_optimizer",
+        "(model_type, model_provider_func=None, checkpointing_context=None, *, cfg_container=None, pg_collection=None)",
+        "remembers how the model was built, to build it again with other layers",
+        wrap_setup_model,
+    ),
+    wrap(
+        "elastic.stage-layers",
+        "megatron.core.transformer.transformer_block:get_num_layers_to_build",
+        "(config, vp_stage=None, pp_rank=None)",
+        "the plan says which layers a stage has",
+        wrap_num_layers,
+    ),
+    wrap(
+        "elastic.layer-offset",
+        "megatron.core.transformer.transformer_layer:get_transformer_layer_offset",
+        "(config, vp_stage=None, pp_rank=None)",
+        "the plan says which layers a stage has",
+        wrap_layer_offset,
+    ),
+    wrap(
+        "elastic.parameter-groups",
+        "megatron.core.optimizer:_get_param_groups",
+        "(model_chunks, config, config_overrides)",
+        "remembers how parameters were sorted, to sort those of a model with other layers",
+        wrap_param_groups,
     ),
     wrap(
         "elastic.optimizer-part",

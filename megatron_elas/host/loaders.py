@@ -15,6 +15,16 @@ LOADER_SETTINGS = ("num_workers", "collate_fn", "pin_memory", "worker_init_fn", 
 """Taken over from Megatron's loader. The loader itself is let go: its sampler knows a rank that may change."""
 
 
+def wrap_dataset_builder(original: Any) -> Any:
+    """``BlendedMegatronDatasetBuilder.__init__`` for data sets on every worker: the indices are mapped, not copied."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, cls: Any, sizes: Any, is_built_on_rank: Any, config: Any) -> None:
+        original(self, cls, sizes, lambda: True, config)
+
+    return __init__
+
+
 def wrap_data_loaders(original: Any) -> Any:
     """``build_train_valid_test_data_loaders`` with loaders that follow the plan."""
 
@@ -23,7 +33,10 @@ def wrap_data_loaders(original: Any) -> Any:
         from megatron.training import get_args
 
         attached, args = attachment(), get_args()
-        train, valid, test = original(build_train_valid_test_datasets_provider)
+        # Without that mark Megatron asks the first lane only.
+        provider = functools.partial(build_train_valid_test_datasets_provider)
+        provider.is_distributed = True  # type: ignore[attr-defined]
+        train, valid, test = original(provider)
         train_sizes = args.micro_batch_size, args.global_batch_size
         eval_sizes = args.eval_micro_batch_size, args.eval_global_batch_size
         attached.train_loader = _make_seekable(

@@ -180,7 +180,7 @@ class Log:
         """The membership has changed: if this is the last rank now, tell what those who are gone had not.
 
         Args:
-            gone: Workers without a seat.
+            gone: Workers without a seat, and the last rank until now, gone or not.
             last: The last rank's worker until now. If it was on another node and is gone, it is assumed to have told
                 all: workers are rarely lost just before they log.
         """

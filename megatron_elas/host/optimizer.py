@@ -156,6 +156,21 @@ class OptimizerFactory:
             for param in group["params"]
         }
 
+    def renew(self, model: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
+        """Have later optimizers built of other parameters.
+
+        Args:
+            model: The chunks as they are now.
+            groups: Megatron's parameter groups of these; those without a parameter here may be missing.
+        """
+        (call,) = self._calls
+        found = [(_settings(group), group["params"]) for group in groups]
+        wanted = [_settings(group) for group in call["param_groups"]]
+        assert all(settings in wanted for settings, _ in found), f"no group {found} at launch, only {wanted}"
+        for settings, group in zip(wanted, call["param_groups"], strict=True):
+            group["params"] = [param for known, params in found if known == settings for param in params]
+        call["per_model_buffers"] = {number: chunk.buffers for number, chunk in enumerate(model)}
+
     def rebuild(self, chained: Any) -> None:
         """Put new optimizers, empty of state, into the chain that everybody holds."""
         fresh = []
@@ -168,6 +183,10 @@ class OptimizerFactory:
 
 def _copy_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**group, "params": list(group["params"])} for group in groups]
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _inherit(new: Any, old: Any) -> None:

@@ -19,6 +19,7 @@ from megatron_elas.host.log_handover import Log
 from megatron_elas.host.model import clear_communication, fit_buffers, hash_parameters, named_parameters, sum_gradients
 from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess
 from megatron_elas.host.pipeline import Route, RoutedPipeline
+from megatron_elas.host.restage import ModelFactory, Part, has_room, seed_streams
 from megatron_elas.host.updates import OptimizerMirror, Settings, finish_update, read_settings, sum_losses
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.communicator.membership import GroupMembers
@@ -41,6 +42,8 @@ class Captured:
     rerun_iteration: int
     cpu_rng: torch.Tensor
     device_rng: dict[str, Any]
+    cell: tuple[int, ...]
+    """The workers whose random streams go together."""
 
 
 class MegatronHost:
@@ -58,6 +61,7 @@ class MegatronHost:
         route: Route,
         pipeline: RoutedPipeline,
         factory: OptimizerFactory,
+        models: ModelFactory,
         model: Sequence[Any],
         optimizer: Any,
         scheduler: Any,
@@ -71,6 +75,9 @@ class MegatronHost:
         self._route = route
         self._pipeline = pipeline
         self._factory = factory
+        self._models = models
+        self._part: Part | None = Part.of(route.plan, worker)
+        """What the model holds; None while it is being made anew."""
         self._model = model
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -81,6 +88,8 @@ class MegatronHost:
         self._step = first_step
         self._realign = True
         self._outer_timers: set[str] = set()
+        self._drew_with = self._cell()
+        """The cell in which the last step began here."""
         self._access = ShardAccess(model, optimizer)
         self._losses: dict[str, torch.Tensor] = {}
         """Of the step under way, over all micro-batches; on the last stage."""
@@ -172,11 +181,13 @@ class MegatronHost:
         """See Host."""
         last = self._route.plan.placement.workers[-1]
         write_globals(plan, self._worker)
+        get_args().pipeline_model_parallel_size = plan.placement.num_stages
         self._route.adopt(plan)
         self._pipeline.reset()
         self._realign = True
-        gone = [worker for worker in self._initial.workers if worker not in plan.placement.workers]
-        self._log.take_over(gone, last)
+        # One that was the last rank may live on in another place: it has told its part, too.
+        silent = [worker for worker in self._initial.workers if worker not in plan.placement.workers or worker == last]
+        self._log.take_over(silent, last)
 
     def describe_parameters(self) -> StageContents:
         """See Host."""
@@ -201,9 +212,26 @@ class MegatronHost:
 
     def rebuild(self, plan: ElasticPlan) -> None:
         """See Host."""
-        fit_buffers(self._model)
+        part = Part.of(plan, self._worker)
+        seat = plan.placement.seat(self._worker)
+        if part == self._part and has_room(self._model, len(plan.placement.replicas(seat.stage, seat.lane))):
+            fit_buffers(self._model)
+        else:
+            self._part = None
+            self._remake(plan.placement.num_stages)
+            self._part = part
         self._factory.rebuild(self._optimizer)
         self._access = ShardAccess(self._model, self._optimizer)
+
+    def _remake(self, num_stages: int) -> None:
+        muted = self._communicator.muted
+        self._communicator.muted = True
+        try:
+            groups = self._models.remake(self._model, num_stages)
+        finally:
+            self._communicator.muted = muted
+        sum_gradients(self._model)
+        self._factory.renew(self._model, groups)
 
     def begin_activity(self, activity: int) -> None:
         """See Host."""
@@ -226,12 +254,14 @@ class MegatronHost:
 
     def capture(self) -> Captured:
         """See Host."""
+        self._drew_with = self._cell()
         return Captured(
             step=self._step,
             scheduler_steps=self._scheduler.num_steps,
             rerun_iteration=get_rerun_state_machine().current_iteration,
             cpu_rng=torch.get_rng_state(),
             device_rng=dict(get_cuda_rng_tracker().get_states()),
+            cell=self._drew_with,
         )
 
     def rewind(self, captured: object) -> None:
@@ -243,10 +273,11 @@ class MegatronHost:
         get_rerun_state_machine().current_iteration = captured.rerun_iteration
         torch.set_rng_state(captured.cpu_rng)
         get_cuda_rng_tracker().set_states(captured.device_rng)
+        self._seed_new_cell(captured.cell)
         self._realign = True
 
     def catch_up(self, step: int) -> None:
-        """See Host. Steps that others ran count as applied; random streams stay what they are here."""
+        """See Host. Steps that others ran count as applied."""
         missed = step - self._step
         assert missed >= 0, f"worker {self._worker} is in step {self._step}, before step {step} without a capture of it"
         if missed:
@@ -254,10 +285,20 @@ class MegatronHost:
             get_rerun_state_machine().current_iteration += missed
             self._step = step
             self._realign = True
+        self._seed_new_cell(self._drew_with)
 
     def missed_step(self, step: int) -> object:
         """See Host."""
         return {}, 0, False, False, 0, None, None, 0  # as train_step: no losses, no norm
+
+    def _seed_new_cell(self, before: tuple[int, ...]) -> None:
+        """Bring the random streams of workers that were not in one cell before together."""
+        if before != self._cell():
+            seed_streams(int(get_args().seed), self._route.plan.epoch, self._route.seat)
+
+    def _cell(self) -> tuple[int, ...]:
+        seat = self._route.seat
+        return self._route.plan.placement.stages[seat.stage][seat.cell].workers
 
     def digest(self) -> StateDigest:
         """See Host."""

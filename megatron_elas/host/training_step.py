@@ -52,7 +52,7 @@ def wrap_train_step(original: Any) -> Any:
 
 
 def _make_host(attached: Attachment, model: Any, optimizer: Any, scheduler: Any, first_step: int) -> MegatronHost:
-    assert attached.factory is not None, "Megatron has built no distributed optimizer"
+    assert attached.factory is not None and attached.models is not None, "Megatron has built no distributed optimizer"
     return MegatronHost(
         worker=attached.worker,
         initial=attached.initial,
@@ -60,6 +60,7 @@ def _make_host(attached: Attachment, model: Any, optimizer: Any, scheduler: Any,
         route=attached.route,
         pipeline=attached.pipeline,
         factory=attached.factory,
+        models=attached.models,
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -81,8 +82,12 @@ def wrap_schedule_lookup(original: Any) -> Any:
         def keep_losses(losses: Any) -> None:
             attached.losses = losses
 
+        def run_stock(**arguments: Any) -> Any:
+            """The stock schedule for the number of stages there are now; Megatron asks for it once."""
+            return original(*args, **kwargs)(**arguments)
+
         return route_schedule(
-            original(*args, **kwargs),
+            run_stock,
             attached.route,
             attached.pipeline,
             attached.counter,

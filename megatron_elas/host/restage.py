@@ -1,0 +1,138 @@
+"""A living worker comes to hold other layers: model, DDP and its buffers made anew in the objects that everybody holds.
+
+The training loop, the schedule's configuration (``no_sync``, parameter and gradient synchronisation) and the optimizer
+chain keep the DDP objects they have. So Megatron builds new ones, in the way it built the first, and each old object
+takes over all that its new one is made of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.utils import get_model_config
+from megatron.training import get_args
+
+from megatron_elas.host.model import buffers_of
+from megatron_elas.spec.buckets import bucket_size
+from megatron_elas.spec.layout import Seat
+from megatron_elas.spec.plan import ElasticPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a worker's model is a part of the whole: equal parts have the same parameters, in the same order."""
+
+    layers: tuple[int, int]
+    """Transformer layers ``[start, stop)``, from 0."""
+    is_first: bool
+    """Has the embedding."""
+    is_last: bool
+    """Has the final norm and the head."""
+    lane: int
+
+    @staticmethod
+    def of(plan: ElasticPlan, worker: int) -> Part:
+        """The part of a seated worker under a plan."""
+        seat = plan.placement.seat(worker)
+        return Part(
+            layers=plan.layers[seat.stage],
+            is_first=seat.stage == 0,
+            is_last=seat.stage == plan.placement.num_stages - 1,
+            lane=seat.lane,
+        )
+
+
+def has_room(model: Sequence[Any], replicas: int) -> bool:
+    """Whether the buffers can be cut for that many replicas as they are."""
+    for buffer in buffers_of(model):
+        ends = [*(bucket.offset for bucket in buffer.buckets[1:]), buffer.numel]
+        for bucket, end in zip(buffer.buckets, ends, strict=True):
+            if bucket.offset + bucket_size(bucket.numel_unpadded, replicas) > end:
+                return False
+    return True
+
+
+class ModelFactory:
+    """Remembers how Megatron built the model and sorted its parameters, to do both again for other layers."""
+
+    def __init__(self, build: Callable[[], list[Any]]) -> None:
+        """``build`` makes the model's chunks in DDP, as Megatron did at first."""
+        self._build = build
+        self.sort_parameters: Callable[[list[Any]], list[dict[str, Any]]] | None = None
+        """Megatron's parameter groups of these chunks; set when Megatron has sorted those of the first model."""
+
+    def remake(self, model: Sequence[Any], num_stages: int) -> list[dict[str, Any]]:
+        """Make the model anew for the layers and groups of the plan in force; parameters hold nothing yet.
+
+        No random number is drawn. Communication must be muted: a tied embedding is copied between the ends of the
+        pipeline when it is made, and groups of parameters are gathered over the world.
+
+        Returns:
+            Megatron's parameter groups; those without a parameter here are missing.
+        """
+        config, training = get_model_config(model[0]), model[0].training
+        config.pipeline_model_parallel_size = num_stages
+        for ddp in model:
+            _release(ddp)
+        with _nothing_drawn(config):
+            fresh = self._build()
+        for old, new in zip(model, fresh, strict=True):
+            # Providers may make a configuration per model; the training loop goes on writing into the first one.
+            object.__setattr__(get_model_config(new), "__dict__", config.__dict__)
+            object.__setattr__(old, "__dict__", new.__dict__)
+            old.train(training)
+        assert self.sort_parameters is not None, "Megatron has built no optimizer"
+        return self.sort_parameters(list(model))
+
+
+def _release(ddp: Any) -> None:
+    """Let go of parameters and buffers, so that old and new ones are not in memory together."""
+    for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
+        buffer.param_data = buffer.grad_data = None
+        for bucket in buffer.buckets:
+            bucket.param_data = bucket.grad_data = None
+    for param in ddp.module.parameters():
+        param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+        param.main_grad = None
+
+
+@contextlib.contextmanager
+def _nothing_drawn(config: Any) -> Iterator[None]:
+    """Inside, models are made without initial values; random number generators are afterwards as they were."""
+    args, tracker = get_args(), get_cuda_rng_tracker()
+    host, streams = torch.get_rng_state(), dict(tracker.get_states())
+    device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    initial = config.perform_initialization, args.perform_initialization
+    config.perform_initialization = args.perform_initialization = False
+    try:
+        yield
+    finally:
+        config.perform_initialization, args.perform_initialization = initial
+        torch.set_rng_state(host)
+        tracker.set_states(streams)
+        if device is not None:
+            torch.cuda.set_rng_state(device)
+
+
+def seed_streams(seed: int, epoch: int, seat: Seat) -> None:
+    """Seed all random streams for a cell of workers that were not together before.
+
+    What Megatron draws outside of tensor-parallel regions must be the same on all lanes of a cell.
+
+    Args:
+        seed: Megatron's ``--seed``.
+        epoch: The first one of the cell.
+        seat: Of this worker.
+    """
+    seed += 100 * seat.stage + 10_000 * epoch
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, tp_rank=seat.lane, ep_rank=0, etp_rank=seat.lane)

@@ -1,0 +1,51 @@
+"""A living worker comes to hold other layers, another stage, another lane, or a part of another size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.host.restage_jobs import UNTIED, assert_same_training, make_plan, run_job
+
+pytestmark = pytest.mark.process
+
+PP2 = ("--pipeline-model-parallel-size=2", UNTIED)
+PP4 = ("--pipeline-model-parallel-size=4", UNTIED)
+TP2 = ("--tensor-model-parallel-size=2", *PP2)
+TIED = ("--pipeline-model-parallel-size=2",)
+OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
+
+ONE = make_plan(1, [[[1]]], [(0, 4)])
+MIDDLE_IS_LAST = make_plan(1, [[[0]], [[1]], [[2]]], [(0, 2), (2, 3), (3, 4)])
+THREE = make_plan(1, [[[0]], [[2]], [[3]]], [(0, 1), (1, 3), (3, 4)])
+BACK_TO_FRONT = make_plan(1, [[[3]], [[2]]], [(0, 3), (3, 4)])
+WIDER = make_plan(1, [[[0], [3]], [[2]]], [(0, 2), (2, 4)])
+CROSSED_CELL = make_plan(1, [[[2, 3], [7, 0]], [[4, 5]]], [(0, 2), (2, 4)])
+"""Of the spares of two cells, in each other's lanes and one on another stage."""
+
+CASES = [
+    pytest.param(PP2, 2, {3: ONE}, id="2-stages-to-1"),
+    pytest.param(TIED, 2, {3: ONE}, id="2-stages-to-1-tied"),
+    pytest.param(PP4, 4, {2: THREE, 4: make_plan(2, [[[0]], [[3]]], [(0, 1), (1, 4)])}, id="4-stages-to-3-to-2"),
+    pytest.param(PP4[:1], 4, {3: MIDDLE_IS_LAST}, id="middle-to-last-tied"),
+    pytest.param(PP2, 4, {3: BACK_TO_FRONT}, id="a-stage-in-two-back-to-front"),
+    pytest.param((*TIED, *OVERLAP, "--bf16"), 4, {3: BACK_TO_FRONT}, id="tied-overlap-bf16"),
+    pytest.param(PP4, 4, {3: WIDER}, id="more-cells-than-there-is-room-for"),
+    pytest.param((*PP2, *OVERLAP), 4, {3: make_plan(1, [[[0], [1]]], [(0, 4)])}, id="2-stages-of-2-to-1-of-2-overlap"),
+    pytest.param(TP2, 8, {3: CROSSED_CELL}, id="spares-form-a-cell"),
+    pytest.param((*TP2, "--sequence-parallel", "--bf16"), 8, {3: CROSSED_CELL}, id="spares-form-a-cell-sp-bf16"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _megatron() -> None:
+    """Imported before workers are forked, because it takes seconds."""
+    import megatron.training  # noqa: F401
+
+
+@pytest.mark.parametrize(("flags", "count", "plans"), CASES)
+def test_training_goes_on_as_undisturbed(flags: tuple[str, ...], count: int, plans: dict, tmp_path: Path) -> None:
+    calm = run_job(tmp_path / "calm", flags, count)
+    changed = run_job(tmp_path / "changed", flags, count, plans)
+    assert_same_training(changed, calm, plans)
