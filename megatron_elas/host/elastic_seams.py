@@ -181,6 +181,26 @@ ROWS = (
         "remembers how the model was built, to build it again with other layers",
         wrap_setup_model,
     ),
+    use(
+        "elastic.ddp",
+        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+        "(self, config, ddp_config, module, disable_bucketing=False, pg_collection=None, full_param_layout=None)",
+        "initialises an object a second time, for a model with other layers",
+    ),
+    use(
+        "elastic.get-model",
+        "megatron.training.training:get_model",
+        "(model_provider_func, model_type=<ModelType.encoder_or_decoder: 1>, wrap_with_ddp=True, config=None, "
+        "pg_collection=None)",
+        "builds the model of a script's own function again, with other layers",
+    ),
+    use(
+        "elastic.random-streams",
+        "megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed",
+        "(seed, te_rng_tracker=False, inference_rng_tracker=False, use_cudagraphable_rng=False, tp_rank=None, "
+        "ep_rank=None, etp_rank=None, force_reset_rng=False)",
+        "seeds the streams of workers that come together as a cell",
+    ),
     wrap(
         "elastic.stage-layers",
         "megatron.core.transformer.transformer_block:get_num_layers_to_build",

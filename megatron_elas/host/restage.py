@@ -1,8 +1,8 @@
 """A living worker comes to hold other layers: model, DDP and its buffers made anew in the objects that everybody holds.
 
 The training loop, the schedule's configuration (``no_sync``, parameter and gradient synchronisation) and the optimizer
-chain keep the DDP objects they have. So Megatron builds new ones, in the way it built the first, and each old object
-takes over all that its new one is made of.
+chain keep the DDP objects they have. So Megatron builds the model as it built the first one, but where it would make a
+DDP object, the old one is initialised again.
 """
 
 from __future__ import annotations
@@ -79,28 +79,51 @@ class ModelFactory:
         """
         config, training = get_model_config(model[0]), model[0].training
         config.pipeline_model_parallel_size = num_stages
-        for ddp in model:
-            _release(ddp)
-        with _nothing_drawn(config):
-            fresh = self._build()
-        for old, new in zip(model, fresh, strict=True):
-            # Providers may make a configuration per model; the training loop goes on writing into the first one.
+        with _nothing_drawn(config), _made_in_place(model):
+            made = self._build()
+        for old, new in zip(model, made, strict=True):
+            assert old is new, f"Megatron made another {type(new).__name__}"
+            # A script may make a configuration per model; the training loop goes on writing into the first one.
             object.__setattr__(get_model_config(new), "__dict__", config.__dict__)
-            object.__setattr__(old, "__dict__", new.__dict__)
-            old.train(training)
+            new.train(training)
         assert self.sort_parameters is not None, "Megatron has built no optimizer"
         return self.sort_parameters(list(model))
 
 
-def _release(ddp: Any) -> None:
-    """Let go of parameters and buffers, so that old and new ones are not in memory together."""
-    for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
-        buffer.param_data = buffer.grad_data = None
-        for bucket in buffer.buckets:
-            bucket.param_data = bucket.grad_data = None
-    for param in ddp.module.parameters():
-        param.data = torch.empty(0, dtype=param.dtype, device=param.device)
-        param.main_grad = None
+@contextlib.contextmanager
+def _made_in_place(model: Sequence[Any]) -> Iterator[None]:
+    """Inside, where Megatron makes DDP objects it gets those of ``model``, emptied and initialised, one by one.
+
+    They let go of their parameters and buffers before new ones are made, so that not all are in memory together.
+    """
+    from megatron.training import training
+    from megatron.training.models import dist_utils
+
+    for ddp in model:
+        _clear_caches(ddp)
+        vars(ddp).clear()
+    left = iter(model)
+    stock = training.DDP
+
+    class InPlace(stock):  # type: ignore[misc, valid-type]
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            ddp = next(left)
+            stock.__init__(ddp, *args, **kwargs)
+            return ddp
+
+    training.DDP = dist_utils.DistributedDataParallel = InPlace
+    try:
+        yield
+    finally:
+        training.DDP = dist_utils.DistributedDataParallel = stock
+
+
+def _clear_caches(model: torch.nn.Module) -> None:
+    """Empty the caches of the modules' methods: they keep their objects alive, those of rotary embeddings for one."""
+    for kind in {base for module in model.modules() for base in type(module).__mro__}:
+        for method in vars(kind).values():
+            if hasattr(method, "cache_clear"):
+                method.cache_clear()
 
 
 @contextlib.contextmanager

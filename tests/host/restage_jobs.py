@@ -6,6 +6,7 @@ over a plain gather.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shlex
@@ -241,6 +242,7 @@ def train(
         MASTER_ADDR="127.0.0.1", MASTER_PORT="0", ELAS_CONTROLLER="none", OMP_NUM_THREADS="1",
     )  # fmt: skip
     torch.set_num_threads(1)
+    gc.freeze()  # what lives in the test process is nobody's business
     log = os.open(folder / f"log.{worker}", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)

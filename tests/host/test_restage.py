@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -44,8 +46,25 @@ def _megatron() -> None:
     import megatron.training  # noqa: F401
 
 
+def find_stale(attached: Any) -> dict[str, Any]:
+    """What of Megatron's objects knows the model, the groups or the optimizer of before."""
+    from tests.fault.stale import Scene
+    from tests.fault.stale_megatron import CHECKS
+
+    session = attached.session
+    session.plan, session._host = attached.route.plan, attached.host
+    session._control = SimpleNamespace(latest_epoch=session.plan.epoch)
+    session._state = SimpleNamespace(store=SimpleNamespace(layout=attached.host._access.layout()))
+    scene = Scene(attached)
+    return {check.__name__: list(check(scene)) for check in CHECKS}
+
+
 @pytest.mark.parametrize(("flags", "count", "plans"), CASES)
 def test_training_goes_on_as_undisturbed(flags: tuple[str, ...], count: int, plans: dict, tmp_path: Path) -> None:
     calm = run_job(tmp_path / "calm", flags, count)
-    changed = run_job(tmp_path / "changed", flags, count, plans)
+    changed = run_job(tmp_path / "changed", flags, count, plans, look=find_stale)
     assert_same_training(changed, calm, plans)
+    for number, worker in enumerate(changed):
+        if number in plans[max(plans)].placement.workers:
+            assert {name: found for name, found in worker.found.items() if found} == {}, f"worker {number}"
+            assert len(worker.found) > 10
