@@ -19,6 +19,7 @@ class Fit(NamedTuple):
     """The stage has the embedding."""
     is_last: bool
     """The stage has the head."""
+    lane: int
     replicas: tuple[int, ...]
 
     @staticmethod
@@ -29,6 +30,7 @@ class Fit(NamedTuple):
             layers=plan.layers[seat.stage],
             is_first=seat.stage == 0,
             is_last=seat.stage == plan.placement.num_stages - 1,
+            lane=seat.lane,
             replicas=plan.placement.replicas(seat.stage, seat.lane),
         )
 
