@@ -91,7 +91,13 @@ class SessionStandIn:
         torch.distributed.all_gather_object(said, host.describe_parameters().to_json())
         self.catalogue = Catalogue.gathered([StageContents.from_json(text) for text in said])
 
-    def mark_dirty(self) -> None:
+    def exchange_gradients(self) -> None:
+        pass
+
+    def prepare(self, update: Any) -> None:
+        pass
+
+    def applied(self) -> None:
         pass
 
     def run_step(self, step: int, body: Callable[[int], Any]) -> Any:

@@ -53,6 +53,7 @@ def find_stale(attached: Any) -> dict[str, Any]:
 
     session = attached.session
     session.plan, session._host = attached.route.plan, attached.host
+    session._pool = SimpleNamespace(_mirrors={})
     session._control = SimpleNamespace(latest_epoch=session.plan.epoch)
     session._state = SimpleNamespace(store=SimpleNamespace(layout=attached.host._access.layout()))
     scene = Scene(attached)
