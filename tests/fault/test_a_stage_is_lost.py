@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fault.runs import MODEL, STEPS, Run, assemble, assert_same_norms, run_job, run_stock
+from tests.fault.runs import (
+    MODEL,
+    STEPS,
+    Run,
+    assemble,
+    assert_nothing_stale,
+    assert_same_norms,
+    run_job,
+    run_stock,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -34,9 +43,8 @@ def assert_same_model(run: Run, calm: Run) -> None:
     assert_same_norms(run.gradient_norms, calm.gradient_norms)
     for step in range(STEPS):
         read = [ids for ids in run.samples[step].values() if ids]
-        assert read and all(ids == list(range(step * BATCH, (step + 1) * BATCH)) for ids in read), (
-            f"step {step}: {read}"
-        )
+        wanted = list(range(step * BATCH, (step + 1) * BATCH))
+        assert read and all(ids == wanted for ids in read), f"step {step}: {read}"
     ours, theirs = whole_state(run), whole_state(calm)
     copies = {key for key in theirs if key[1] == HEAD and key not in ours and (key[0], EMBEDDING) in ours}
     assert ours.keys() == theirs.keys() - copies, "other parameters than in the undisturbed run"
@@ -98,6 +106,7 @@ def kill(worker: int, step: int, phase: str = "backward") -> str:
 def test_a_stage_of_one_cell_is_lost(name: str, worker: int, calm: dict[str, Run], tmp_path: Path) -> None:
     run = lose(name, [kill(worker, 6)], tmp_path)
     assert_same_model(run, calm[name])
+    assert_nothing_stale(run)
 
 
 @pytest.mark.slow
@@ -106,8 +115,10 @@ def test_a_stage_of_one_cell_is_lost(name: str, worker: int, calm: dict[str, Run
 def test_both_cells_of_a_stage_are_lost(
     name: str, workers: tuple[int, int], calm: dict[str, Run], tmp_path: Path
 ) -> None:
-    run = lose(name, [kill(worker, 6) for worker in workers], tmp_path)
+    """At once, an owner and its first backup: that is its replica, the second one is on the other stage."""
+    run = lose(name, [kill(worker, 6) for worker in workers], tmp_path, "--elastic-snapshot-replicas=2")
     assert_same_model(run, calm[name])
+    assert_nothing_stale(run)
 
 
 @pytest.mark.slow
@@ -116,6 +127,7 @@ def test_down_to_one_worker(workers: tuple[int, ...], calm: dict[str, Run], tmp_
     """One loss after the other, until one worker holds the whole model."""
     run = lose("4-stages", [kill(worker, 3 + 4 * number) for number, worker in enumerate(workers)], tmp_path)
     assert_same_model(run, calm["4-stages"])
+    assert_nothing_stale(run)
     assert [len(seated) for seated in run.recoveries.values()] == [3, 2, 1]
 
 
@@ -123,6 +135,7 @@ def test_down_to_one_worker(workers: tuple[int, ...], calm: dict[str, Run], tmp_
 def test_spares_of_two_cells_form_a_new_one(calm: dict[str, Run], tmp_path: Path) -> None:
     run = lose("cells-of-2", [kill(1, 6), kill(6, 6)], tmp_path)
     assert_same_model(run, calm["cells-of-2"])
+    assert_nothing_stale(run)
     assert {0, 7} <= run.recoveries[max(run.recoveries)], "the cell mates of the lost have no seat"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.host.restage_jobs import UNTIED, assert_same_training, make_plan, run_job
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 PP2 = ("--pipeline-model-parallel-size=2", UNTIED)
 PP4 = ("--pipeline-model-parallel-size=4", UNTIED)
