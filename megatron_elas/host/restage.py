@@ -62,9 +62,10 @@ def has_room(model: Sequence[Any], replicas: int) -> bool:
 class ModelFactory:
     """Remembers how Megatron built the model and sorted its parameters, to do both again for other layers."""
 
-    def __init__(self, build: Callable[[], list[Any]]) -> None:
-        """``build`` makes the model's chunks in DDP, as Megatron did at first."""
+    def __init__(self, build: Callable[[Any], list[Any]]) -> None:
+        """``build`` makes the model's chunks in DDP, as Megatron did at first; it is given their configuration."""
         self._build = build
+        self._launch_stages = int(get_args().pipeline_model_parallel_size)
         self.sort_parameters: Callable[[list[Any]], list[dict[str, Any]]] | None = None
         """Megatron's parameter groups of these chunks; set when Megatron has sorted those of the first model."""
 
@@ -80,10 +81,12 @@ class ModelFactory:
         config, training = get_model_config(model[0]), model[0].training
         config.pipeline_model_parallel_size = num_stages
         with _nothing_drawn(config), _made_in_place(model):
-            made = self._build()
+            get_args().pipeline_model_parallel_size = self._launch_stages  # flags that say more of stages agree with it
+            made = self._build(config)
+        get_args().pipeline_model_parallel_size = num_stages
         for old, new in zip(model, made, strict=True):
             assert old is new, f"Megatron made another {type(new).__name__}"
-            # A script may make a configuration per model; the training loop goes on writing into the first one.
+            # A script may make one per model all the same; the training loop goes on writing into the first one.
             object.__setattr__(get_model_config(new), "__dict__", config.__dict__)
             new.train(training)
         assert self.sort_parameters is not None, "Megatron has built no optimizer"

@@ -57,12 +57,12 @@ def wrap_setup_model(original: Any) -> Any:
     return setup_model_and_optimizer
 
 
-def _build_model(model_type: Any, provider: Any, container: Any, pg_collection: Any) -> Any:
+def _build_model(model_type: Any, provider: Any, container: Any, pg_collection: Any, config: Any) -> Any:
     """As Megatron's setup does it: from the description of the model, or by the script's own function."""
     from megatron.training.training import get_model
 
     if container is None or getattr(container, "model", None) is None:
-        return get_model(provider, model_type, pg_collection=pg_collection)
+        return get_model(provider, model_type, config=config, pg_collection=pg_collection)
     builder = container.model.get_builder_cls()(container.model)
     return builder.build_distributed_models(
         pg_collection=pg_collection,

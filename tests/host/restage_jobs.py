@@ -6,6 +6,7 @@ over a plain gather.
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import re
@@ -241,6 +242,7 @@ def train(
     argv: list[str],
     plans: Mapping[int, ElasticPlan],
     look: Callable[[Any], dict[str, Any]] | None,
+    by_script: bool,
 ) -> Worker:
     """One worker's life."""
     os.environ.update(
@@ -257,6 +259,8 @@ def train(
     from megatron_elas import pretrain_gpt
     from megatron_elas.host import gpt_run
 
+    if by_script:
+        rebuild_by_script()
     told = Worker(output="")
     stand_in = StandIn(worker, folder, plans, told)
     try:
@@ -271,6 +275,23 @@ def train(
     return told
 
 
+def rebuild_by_script() -> None:
+    """Have models made again as if a script of the user's own had made the first one, by a function of its own."""
+    from megatron_elas.host import stage_layers
+
+    original = stage_layers._build_model
+
+    def build(model_type: Any, provider: Any, container: Any, pg_collection: Any, config: Any) -> Any:
+        def make_part(pre_process: bool, post_process: bool, config: Any, pg_collection: Any) -> Any:
+            model = copy.copy(container.model)
+            model.__dict__["transformer"] = copy.copy(config)
+            return model.get_builder_cls()(model).build_model(pg_collection, pre_process, post_process)
+
+        return original(model_type, make_part, None, pg_collection, config)
+
+    stage_layers._build_model = build
+
+
 def run_job(
     folder: Path,
     flags: Sequence[str],
@@ -279,13 +300,14 @@ def run_job(
     *,
     steps: int = STEPS,
     look: Callable[[Any], dict[str, Any]] | None = None,
+    by_script: bool = False,
 ) -> list[Worker]:
     """Train on ``count`` workers; ``plans`` are carried out before the steps they are given for."""
     folder.mkdir()
     argv = [
         *SIZES, *LLAMA, *TRAINING, f"--train-iters={steps}", f"--global-batch-size={BATCH}", "--elastic", *flags
     ]  # fmt: skip
-    return run_workers(count, train, count, folder, argv, plans or {}, look, timeout_s=100)
+    return run_workers(count, train, count, folder, argv, plans or {}, look, by_script, timeout_s=100)
 
 
 def losses(workers: Sequence[Worker]) -> dict[int, float]:

@@ -16,6 +16,8 @@ PP2 = ("--pipeline-model-parallel-size=2", UNTIED)
 PP4 = ("--pipeline-model-parallel-size=4", UNTIED)
 TP2 = ("--tensor-model-parallel-size=2", *PP2)
 TIED = ("--pipeline-model-parallel-size=2",)
+LEARNING_RATES = ("--decoupled-lr=5e-4", "--decoupled-min-lr=5e-5")
+"""Those of embedding and output layer, which stages in the middle have not."""
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 
 ONE = make_plan(1, [[[1]]], [(0, 4)])
@@ -31,6 +33,7 @@ CASES = [
     pytest.param(TIED, 2, {3: ONE}, id="2-stages-to-1-tied"),
     pytest.param(PP4, 4, {2: THREE, 4: make_plan(2, [[[0]], [[3]]], [(0, 1), (1, 4)])}, id="4-stages-to-3-to-2"),
     pytest.param(PP4[:1], 4, {3: MIDDLE_IS_LAST}, id="middle-to-last-tied"),
+    pytest.param((*PP4, *LEARNING_RATES), 4, {3: MIDDLE_IS_LAST}, id="groups-that-were-empty"),
     pytest.param(PP2, 4, {3: BACK_TO_FRONT}, id="a-stage-in-two-back-to-front"),
     pytest.param((*TIED, *OVERLAP, "--bf16"), 4, {3: BACK_TO_FRONT}, id="tied-overlap-bf16"),
     pytest.param(PP4, 4, {3: WIDER}, id="more-cells-than-there-is-room-for"),
@@ -69,3 +72,10 @@ def test_training_goes_on_as_undisturbed(flags: tuple[str, ...], count: int, pla
         if number in plans[max(plans)].placement.workers:
             assert {name: found for name, found in worker.found.items() if found} == {}, f"worker {number}"
             assert len(worker.found) > 10
+
+
+def test_a_model_of_a_scripts_own_function_is_made_again(tmp_path: Path) -> None:
+    """With a configuration of its own for every model."""
+    calm = run_job(tmp_path / "calm", TIED, 2)
+    changed = run_job(tmp_path / "changed", TIED, 2, {3: ONE}, by_script=True)
+    assert_same_training(changed, calm, {3: ONE})
