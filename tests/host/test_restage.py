@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_elas.spec.plan import ElasticPlan
 from tests.host.restage_jobs import UNTIED, assert_same_training, make_plan, run_job
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -64,7 +65,7 @@ def find_stale(attached: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("flags", "count", "plans"), CASES)
-def test_training_goes_on_as_undisturbed(flags: tuple[str, ...], count: int, plans: dict, tmp_path: Path) -> None:
+def test_training_goes_on_as_undisturbed(flags: tuple[str, ...], count: int, plans: dict[int, ElasticPlan], tmp_path: Path) -> None:
     calm = run_job(tmp_path / "calm", flags, count)
     changed = run_job(tmp_path / "changed", flags, count, plans, look=find_stale)
     assert_same_training(changed, calm, plans)
