@@ -23,12 +23,14 @@ from megatron_elas.control.messages import Hello
 from megatron_elas.control.port import LinkPort
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.communicator.membership import DEFAULT_GROUP, GroupMembers
-from megatron_elas.runtime.ports import StateDigest
 from megatron_elas.runtime.session import Session
 from megatron_elas.runtime.transport.sockets import SocketTransport
+from megatron_elas.runtime.verification.inspection import UNKNOWN, Counters, Inspection, inspect_piece, weight_sums
 from megatron_elas.spec.catalogue import Catalogue, Parameter, StageContents
+from megatron_elas.spec.errors import StateInvalid
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.shards import Piece
 
 LIMIT_S = 600.0
 
@@ -143,14 +145,26 @@ class Replica:
         """See Host."""
         return None
 
-    def digest(self) -> StateDigest:
+    @property
+    def checkpoint(self) -> int | None:
+        """See Host. There are none."""
+        return None
+
+    def load_checkpoint(self, step: int) -> None:
+        """See Host."""
+        raise StateInvalid("there are no checkpoints")
+
+    def inspect(self) -> Inspection:
         """See Host."""
         own = self._slice()
-        return StateDigest(
-            parameter_hash=int(self._slots[0].view(torch.int32).long().sum()),
-            owned_numel=own.stop - own.start,
-            total_numel=self.network.weights.numel(),
-            consumed_samples=self._step,
+        piece = Piece(name="weights", start=own.start, stop=own.stop)
+        return Inspection(
+            parameters={piece.name: self.network.weights.numel()},
+            weights=weight_sums({piece.name: self._slots[0]}),
+            pieces=(inspect_piece(piece, 0, [slot[own] for slot in self._slots], self._slots[0][own]),),
+            counters=Counters(
+                consumed_samples=self._step, schedule_samples=0, optimizer_steps=(UNKNOWN, UNKNOWN), streams=0
+            ),
         )
 
 

@@ -32,6 +32,7 @@ from megatron_elas.control.messages import (
     Stalled,
     Stop,
     Terminate,
+    Unverified,
     WorkerExited,
     WorkerHung,
 )
@@ -103,6 +104,9 @@ def _worker_spoke(state: Gathering | Training, event: Event, now: float) -> Step
         case LeaveOut() if not isinstance(state, Gathering):
             if event.worker in state.roster.survivors and event.epoch == state.epoch:
                 return recovering.leave_out(state, event, now)
+        case Unverified() if isinstance(state, Resuming):
+            if event.worker in state.roster.survivors and event.epoch == state.epoch:
+                return recovering.distrust(state, event, now)
         case Finished() if not isinstance(state, Gathering) and event.worker in state.roster.survivors:
             return recovering.worker_finished(state, event.worker)
         case Settled(report=report) if isinstance(state, Settling):

@@ -17,6 +17,7 @@ from megatron_elas.control.messages import (
     Settled,
     Stalled,
     Terminate,
+    Unverified,
     WorkerExited,
     WorkerHung,
 )
@@ -90,6 +91,7 @@ Event = (
     | Settled
     | Stalled
     | LeaveOut
+    | Unverified
     | Terminate
     | Tick
     | WorkerExited

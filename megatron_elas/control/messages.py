@@ -98,6 +98,20 @@ class LeaveOut(Message, kw_only=True):
     """What it could not do, and why."""
 
 
+class Unverified(Message, kw_only=True):
+    """A check before resuming failed. All workers say so; one of them is enough."""
+
+    worker: int
+    epoch: int
+    check: str
+    """Its name."""
+    step: int
+    """The step that was to be run next."""
+    sentence: str
+    renewable: bool = False
+    """Only copies on backups are bad, and were dropped: what the survivors use is good."""
+
+
 class Settled(Message, kw_only=True):
     """The worker has unwound to the step boundary."""
 
@@ -342,6 +356,7 @@ FromClient = (
     | PeerUnreachable
     | Stalled
     | LeaveOut
+    | Unverified
     | Settled
     | Recovered
     | FaultFired

@@ -15,7 +15,9 @@ from megatron_elas.control.messages import (
     Recover,
     Recovered,
     Settled,
+    Unverified,
 )
+from megatron_elas.spec.errors import VerificationFailed
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 
 
@@ -43,6 +45,15 @@ class LinkPort:
     def leave_out(self, epoch: int, culprit: int, detail: str) -> None:
         """Ask for a new epoch without the activity under way, in which the worker ``culprit`` failed."""
         self._link.send(LeaveOut(worker=self._worker, epoch=epoch, culprit=culprit, detail=detail))
+
+    def unverified(self, epoch: int, error: VerificationFailed) -> None:
+        """A check before resuming failed: ask for a new epoch with state from elsewhere."""
+        self._link.send(
+            Unverified(
+                worker=self._worker, epoch=epoch, check=error.check, step=error.step, sentence=str(error),
+                renewable=bool(error.mirrors),
+            )
+        )  # fmt: skip
 
     def wait_quiesce(self, newer_than: int, *, idle: bool = False) -> Quiesce:
         """The latest announcement newer than ``newer_than``; an idle worker waits for as long as it takes."""

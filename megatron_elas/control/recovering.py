@@ -13,9 +13,10 @@ from dataclasses import replace
 from megatron_elas.control.commands import Command, LogLoss, MakePlan, Note, ShowRecovery, Tell, TellAgent
 from megatron_elas.control.crashes import shorten
 from megatron_elas.control.ending import Step, dismiss, finish, stop
-from megatron_elas.control.messages import KillWorker, LeaveOut, Quiesce, Stop
+from megatron_elas.control.messages import KillWorker, LeaveOut, Quiesce, Stop, Unverified
 from megatron_elas.control.recovery_block import facts_of, find_slowest, format_block, loss_facts, phases_ms
 from megatron_elas.control.states import Outage, Resuming, Roster, Running, Settling
+from megatron_elas.planner.fallback import fall_back
 from megatron_elas.planner.settle import settle
 from megatron_elas.spec.errors import ExitCode, StateInvalid
 from megatron_elas.spec.events import ActivityFailed, LossReason, WorkerLost
@@ -57,6 +58,27 @@ def leave_out(state: Training, event: LeaveOut, now: float) -> Step:
     note = Note(text=f"worker {failure.worker} {failure.detail}; training goes on without it", warning=True)
     settling, quiesce, planning = _begin_epoch(state, (), (failure,), now)
     return settling, (quiesce, planning, note)
+
+
+def distrust(state: Resuming, event: Unverified, now: float) -> Step:
+    """A check failed: start a new epoch with the same workers and state from elsewhere, but not twice for one cause."""
+    place = (event.check, event.step)
+    if place in state.roster.unverified:
+        return stop(
+            state,
+            ExitCode.STATE_INVALID,
+            f"{event.sentence}. The same check failed before the same step already, so trying again cannot help: "
+            f"restart from the newest checkpoint with --load",
+        )
+    outage = replace(
+        state.outage,
+        unverified=(*state.outage.unverified, event.sentence),
+        distrusted=state.outage.distrusted or not event.renewable,
+    )
+    roster = replace(state.roster, unverified=state.roster.unverified | {place})
+    remedy = "the copies are made anew" if event.renewable else "the newest checkpoint is to take the state's place"
+    settling, quiesce, planning = _begin_epoch(replace(state, roster=roster, outage=outage), (), (), now)
+    return settling, (quiesce, planning, Note(text=f"{event.sentence}; {remedy}", warning=True))
 
 
 def _begin_epoch(
@@ -168,8 +190,7 @@ def _resume_if_ready(state: Settling, now: float) -> Step:
         return state, ()
     plans = {**state.outage.plans, plan.epoch: plan}
     try:
-        reports = [_keep_known_layouts(state.reports[worker], plans) for worker in survivors]
-        settlement = settle(reports, plans, state.outage.commit)
+        settlement = _settle(state, plan, plans)
     except StateInvalid as error:
         return stop(state, error.exit_code, f"{_because(state.outage)}: {error}")
     resuming = Resuming(
@@ -177,14 +198,40 @@ def _resume_if_ready(state: Settling, now: float) -> Step:
         plan=plan,
         plan_s=state.plan_s,
         settlement=settlement,
-        outage=replace(state.outage, plans=plans, commit=settlement.commit),
+        outage=replace(state.outage, plans=plans, commit=settlement.commit, checkpoint=settlement.checkpoint),
         deadline_s=now + state.roster.launch.timeouts.resume_timeout_s,
     )
     note = Note(
         text=f"epoch {state.epoch}: {len(survivors)} survivors settled, step {settlement.resume_step} is next: "
         f"{plan.placement.describe()}"
     )
-    return resuming, (Tell(workers=survivors, message=resuming.order), note, *_note_waived(state.outage, settlement))
+    notes = (note, *_note_checkpoint(settlement), *_note_waived(state.outage, settlement))
+    return resuming, (Tell(workers=survivors, message=resuming.order), *notes)
+
+
+def _settle(state: Settling, plan: ElasticPlan, plans: Mapping[int, ElasticPlan]) -> Settlement:
+    """From the survivors' state, else from the newest checkpoint. Raises StateInvalid when there is none either."""
+    survivors = state.roster.survivors
+    try:
+        if state.outage.distrusted:
+            raise StateInvalid(
+                f"{state.outage.unverified[-1]}. This job has saved no checkpoint to go on from: restart from the "
+                f"newest one with --load"
+            )
+        reports = [_keep_known_layouts(state.reports[worker], plans) for worker in survivors]
+        return settle(reports, plans, state.outage.commit)
+    except StateInvalid:
+        fallback = fall_back([state.reports[worker] for worker in survivors], plan)
+        if fallback is None:
+            raise
+        return fallback
+
+
+def _note_checkpoint(settlement: Settlement) -> tuple[Note, ...]:
+    if settlement.checkpoint is None:
+        return ()
+    text = f"no state is whole on the survivors: they go on from the checkpoint of iteration {settlement.checkpoint}"
+    return (Note(text=text, warning=True),)
 
 
 def _note_waived(outage: Outage, settlement: Settlement) -> tuple[Note, ...]:

@@ -61,6 +61,8 @@ def format_block(outage: Outage, plan: ElasticPlan, reports: Sequence[RecoveryRe
             f"---- recovered: epoch {plan.epoch} " + "-" * 60,
             *(_format_loss(outage, loss) for loss in outage.losses),
             *(f"left out worker {failure.worker} {failure.detail}" for failure in outage.failures),
+            *(f"failed   {sentence}" for sentence in outage.unverified),
+            *([] if outage.checkpoint is None else [f"state    from the checkpoint of iteration {outage.checkpoint}"]),
             f"before   {outage.began_in.describe()}",
             f"now      {plan.placement.describe()}",
             f"resumed  step {slowest.resume_step} on {len(seated)} of {len(outage.began_in.workers)} workers, "
@@ -82,6 +84,8 @@ def facts_of(outage: Outage, plan: ElasticPlan, report: RecoveryReport) -> dict[
         "before": outage.began_in.describe(),
         "after": plan.placement.describe(),
         "resume_step": report.resume_step,
+        "failed_checks": list(outage.unverified),
+        "checkpoint": outage.checkpoint,
         "survivors": sorted((*plan.placement.workers, *plan.placement.spares)),
     }
 

@@ -45,6 +45,8 @@ class Roster:
     """Exit statuses of the processes that ended; minus the signal number for a signal."""
     faults: Mapping[int, FaultFired] = field(default_factory=dict)
     """The newest scripted fault of each worker."""
+    unverified: frozenset[tuple[str, int]] = frozenset()
+    """Checks before resuming that failed once, each with the step that was to be run next."""
     crashes: Mapping[int, Crashed] = field(default_factory=dict)
     """Of the workers that said which error they end because of."""
 
@@ -123,6 +125,12 @@ class Outage:
     """What was left out since then. There is a loss or a failure."""
     commit: Update | None = None
     """What the last settlement said of an open step. Perhaps none of those who heard of it is left."""
+    unverified: tuple[str, ...] = ()
+    """Sentences of the checks that failed since then."""
+    distrusted: bool = False
+    """What the survivors hold did not stand the checks: only a checkpoint will do."""
+    checkpoint: int | None = None
+    """Iteration of the one that the state comes from; None when it comes from the survivors."""
 
     @property
     def base(self) -> ElasticPlan:

@@ -92,7 +92,12 @@ def wrap_save_checkpoint(original: Any) -> Any:
             attached.unsaved = iteration
 
         purpose = f"save the checkpoint of iteration {iteration} in --save {get_args().save}"
-        return attached.session.run_between(body, Dispensable(purpose=purpose, instead=go_without), missed=lambda: None)
+        outcome = attached.session.run_between(
+            body, Dispensable(purpose=purpose, instead=go_without), missed=lambda: None
+        )
+        if attached.host is not None and attached.unsaved != iteration:
+            attached.host.checkpoints.note(iteration)
+        return outcome
 
     return save_checkpoint
 

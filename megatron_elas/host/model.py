@@ -6,7 +6,6 @@ under 0.1 ms, no parameter moves, and nothing that holds a reference to the mode
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -96,17 +95,3 @@ def global_name(name: str, layer: int | None) -> str:
     """
     name = _WRAPPERS.sub("", name)
     return name if layer is None else _LAYER.sub(f"decoder.layers.{layer - 1}.", name)
-
-
-def hash_parameters(model: Sequence[Any]) -> int:
-    """63 bits over the bits of all parameters, equal on replicas that are bit-equal.
-
-    Buffers are summed down 32 columns of 64-bit integers, modulo 2**64, and the sums are hashed. Reads every element
-    once at memory speed; 32-bit columns that are widened to 64-bit sums take 17 times as long. Not made to withstand
-    an adversary.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    for buffer in buffers_of(model):
-        columns = buffer.param_data.view(torch.int64).view(-1, 32).sum(dim=0)
-        digest.update(columns.cpu().numpy().tobytes())
-    return int.from_bytes(digest.digest(), "big") >> 1

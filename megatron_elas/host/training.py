@@ -15,15 +15,17 @@ from megatron.training import get_args, get_timers
 from megatron_elas.host.contents import describe_parameters
 from megatron_elas.host.data import SeekableLoader
 from megatron_elas.host.groups import plan_groups, write_globals
+from megatron_elas.host.inspection import Inspector
 from megatron_elas.host.log_handover import Log
-from megatron_elas.host.model import clear_communication, fit_buffers, hash_parameters, named_parameters, sum_gradients
+from megatron_elas.host.model import clear_communication, fit_buffers, sum_gradients
 from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess
 from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.host.restage import ModelFactory, Part, has_room, seed_streams
+from megatron_elas.host.saved import Checkpoints, load_into
 from megatron_elas.host.updates import OptimizerMirror, Settings, finish_update, read_settings, sum_losses
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.communicator.membership import GroupMembers
-from megatron_elas.runtime.ports import StateDigest
+from megatron_elas.runtime.verification.inspection import Inspection
 from megatron_elas.spec.catalogue import Catalogue, StageContents
 from megatron_elas.spec.errors import StateInvalid
 from megatron_elas.spec.layout import Placement
@@ -85,6 +87,7 @@ class MegatronHost:
         self._first_step = first_step
         self._first_samples = int(get_args().consumed_train_samples)
         self._log = log
+        self.checkpoints = Checkpoints(get_args())
         self._step = first_step
         self._realign = True
         self._outer_timers: set[str] = set()
@@ -95,6 +98,7 @@ class MegatronHost:
         """Of the step under way, over all micro-batches; on the last stage."""
         self._groups: dict[str, int] = {}
         """Index of every parameter's optimizer group, by global name, over the whole model."""
+        self._inspector = Inspector(model, optimizer)
         sum_gradients(model)
 
     def consumed_samples(self, step: int) -> int:
@@ -222,6 +226,7 @@ class MegatronHost:
             self._part = part
         self._factory.rebuild(self._optimizer)
         self._access = ShardAccess(self._model, self._optimizer)
+        self._inspector = Inspector(self._model, self._optimizer)
 
     def _remake(self, num_stages: int) -> None:
         muted = self._communicator.muted
@@ -300,13 +305,22 @@ class MegatronHost:
         seat = self._route.seat
         return self._route.plan.placement.stages[seat.stage][seat.cell].workers
 
-    def digest(self) -> StateDigest:
+    @property
+    def checkpoint(self) -> int | None:
         """See Host."""
-        return StateDigest(
-            parameter_hash=hash_parameters(self._model),
-            owned_numel=self._access.layout().numel,
-            total_numel=sum(param.numel() for _, param in named_parameters(self._model)),
-            consumed_samples=self.consumed_samples(self._step),
+        return self.checkpoints.newest
+
+    def load_checkpoint(self, step: int) -> None:
+        """See Host."""
+        load_into(self._model, self._optimizer, self._scheduler, self.checkpoints.find(step), step)
+        get_rerun_state_machine().current_iteration = step
+        self._step = step
+        self._realign = True
+
+    def inspect(self) -> Inspection:
+        """See Host."""
+        return self._inspector.inspect(
+            self.consumed_samples(self._step), self._scheduler.num_steps, get_cuda_rng_tracker().get_states()
         )
 
 

@@ -8,7 +8,7 @@ recovery starts from there.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from megatron_elas.runtime.communicator.membership import Membership
 from megatron_elas.runtime.migration import apply_moves
@@ -17,13 +17,13 @@ from megatron_elas.runtime.snapshots import SnapshotPool
 from megatron_elas.runtime.state import Fit, WorkerState
 from megatron_elas.runtime.store import ShardStore
 from megatron_elas.runtime.transport.base import Transport
+from megatron_elas.runtime.verification.rows import Sums
+from megatron_elas.runtime.verification.verify import Copy, Evidence, verify
 from megatron_elas.spec.catalogue import Catalogue, StageContents
 from megatron_elas.spec.errors import EpochChanged, StateInvalid
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.remap import keeps_shard, plan_remap
 from megatron_elas.spec.report import RecoveryReport
-
-FIELDS = ("stage", "lane", "resume step", "consumed samples", "parameter hash", "owned elements", "total elements")
 
 
 def gather_catalogue(host: Host, groups: Groups) -> Catalogue:
@@ -86,7 +86,8 @@ class Executor:
 
         Raises:
             EpochChanged: Another change struck meanwhile.
-            StateInvalid: A check failed.
+            VerificationFailed: A check failed; copies that are bad are dropped.
+            StateInvalid: The checkpoint that is to take the state's place cannot be read.
         """
         state, plan, settlement = self._state, order.plan, order.settlement
         marks: dict[str, float] = {"settle": time.time()}
@@ -115,19 +116,30 @@ class Executor:
             self._groups.open_links()
         marks["groups"] = time.time()
 
-        place = loop_step if base is not None else settlement.resume_step
+        place = loop_step if base is not None or settlement.checkpoint is not None else settlement.resume_step
         self._strike(place, "recovery", None)
         self._strike(place, "recovery-restore", None)
-        store, moved_bytes = self._restore(base_plan, base, plan, settlement, alive)
+        moved_bytes, sent = 0, None
+        if settlement.checkpoint is None:
+            store, moved_bytes, sent = self._restore(base_plan, base, plan, settlement, alive)
+        else:
+            state.stores.clear()
+            store = make_store(state.catalogue, plan, state.worker, self._pool.mode.versions) if seated else None
+            state.stores[plan.epoch] = (plan, store)
         marks["restore"] = time.time()
         if store is not None:
-            self._pool.renew(store, settlement.resume_step)  # on its way while the optimizer is built
+            if settlement.checkpoint is None:
+                self._pool.renew(store, settlement.resume_step)  # on its way while the optimizer is built
             self._strike(place, "recovery-rebuild", None)
-            self._rebuild(plan, store, settlement.resume_step)
+            if settlement.checkpoint is None:
+                self._rebuild(plan, store, settlement.resume_step)
+            else:
+                self._load(plan, store, settlement.checkpoint)
+                self._pool.renew(store, settlement.resume_step)
             marks["rebuild"] = time.time()
             self._pool.wait()
             self._strike(place, "recovery-verify", None)
-            self._verify(plan, settlement.resume_step)
+            self._verify(plan, store, settlement.resume_step, sent)
             marks["verify"] = time.time()
         else:
             state.fitted = None
@@ -147,12 +159,12 @@ class Executor:
         plan: ElasticPlan,
         settlement: Settlement,
         alive: Collection[int],
-    ) -> tuple[ShardStore | None, int]:
-        """This worker's copies under the new plan, own shard complete; bytes sent to others."""
+    ) -> tuple[ShardStore | None, int, Sums | None]:
+        """This worker's copies under the new plan, own shard complete; bytes sent to others; checksums of what came."""
         state, version = self._state, settlement.resume_step
         if base_plan is None:
             if plan.placement.find_seat(state.worker) is None:
-                return None, 0
+                return None, 0, None
             raise StateInvalid(
                 f"epoch {plan.epoch}: worker {state.worker} gets a seat and does not know the plan of epoch "
                 f"{settlement.base_epoch}, in whose layout the state is. Restart from the newest checkpoint with --load"
@@ -174,10 +186,10 @@ class Executor:
         if store is not None and version not in store.own.held:
             target = store.own.begin(version)
             target[-1] = 0  # stays where there is nothing to own but padding
-        moved_bytes = apply_moves(moves, state.worker, sources, target, self._transport)
+        moved_bytes, sent = apply_moves(moves, state.worker, sources, target, self._transport)
         if store is not None:
             store.own.complete(version)
-        return store, moved_bytes
+        return store, moved_bytes, None if target is None else sent
 
     def _take_over(self, base_plan: ElasticPlan, base: ShardStore | None, plan: ElasticPlan) -> ShardStore | None:
         """The store under the new plan, with those copies that are the same as under the old one; the old one itself
@@ -218,51 +230,42 @@ class Executor:
         else:  # this worker had not yet entered that step, or had no seat
             host.catch_up(version)
 
-    def _verify(self, plan: ElasticPlan, version: int) -> None:
-        """Compare what must be equal across workers. Every seated worker calls it; it is also the barrier
+    def _load(self, plan: ElasticPlan, store: ShardStore, step: int) -> None:
+        """Take parameters, optimizer and counters from the checkpoint; nothing of what this worker held counts."""
+        state, host = self._state, self._host
+        state.live = None
+        state.captures.clear()
+        state.fitted = None
+        host.rebuild(plan)  # also where it fits: it may be what did not stand the checks
+        state.fitted = Fit.of(plan, state.worker)
+        host.load_checkpoint(step)
+        host.sync_parameters()
+        self._pool.keep_own(store, step)
+
+    def _verify(self, plan: ElasticPlan, store: ShardStore, version: int, sent: Sums | None) -> None:
+        """Compare what must fit together across workers. Every seated worker calls it; it is also the barrier
         after which the new layout counts.
 
         Raises:
-            StateInvalid: Replicas differ, a counter differs, or owned elements do not add up.
+            VerificationFailed: Something does not fit.
         """
-        seat = plan.placement.seat(self._state.worker)
-        digest = self._host.digest()
-        row = (
-            seat.stage, seat.lane, version, digest.consumed_samples, digest.parameter_hash, digest.owned_numel,
-            digest.total_numel,
-        )  # fmt: skip
-        check_digests(plan, self._groups.all_gather_rows(row))
-
-
-def check_digests(plan: ElasticPlan, rows: Sequence[Sequence[int]]) -> None:
-    """Raise StateInvalid when workers disagree.
-
-    Args:
-        plan: The plan in force.
-        rows: One per seated worker in the order of ``Placement.workers``, the columns of FIELDS.
-    """
-    by_worker = dict(zip(plan.placement.workers, rows, strict=True))
-    first_worker, first = next(iter(by_worker.items()))
-    for worker, row in by_worker.items():
-        for column in (2, 3):
-            if row[column] != first[column]:
-                raise StateInvalid(
-                    f"epoch {plan.epoch}: worker {worker} is at {FIELDS[column]} {row[column]}, worker {first_worker} "
-                    f"at {first[column]}: training cannot go on. Restart from the newest checkpoint with --load"
-                )
-    for stage in range(plan.placement.num_stages):
-        for lane in range(plan.placement.tensor_parallel):
-            members = plan.placement.replicas(stage, lane)
-            hashes = {worker: by_worker[worker][4] for worker in members}
-            if len(set(hashes.values())) > 1:
-                raise StateInvalid(
-                    f"epoch {plan.epoch}: the parameters of stage {stage} lane {lane} differ between replicas "
-                    f"(hashes {hashes}): training cannot go on. Restart from the newest checkpoint with --load"
-                )
-            owned = sum(by_worker[worker][5] for worker in members)
-            total = by_worker[members[0]][6]
-            if owned != total:
-                raise StateInvalid(
-                    f"epoch {plan.epoch}: workers {list(members)} own the optimizer state of {owned} elements of stage "
-                    f"{stage} lane {lane}, the stage has {total}. Restart from the newest checkpoint with --load"
-                )
+        worker, catalogue = self._state.worker, self._state.catalogue
+        parameters = catalogue.parameters(plan, plan.placement.seat(worker).stage)
+        evidence = Evidence(
+            worker=worker,
+            version=version,
+            inspection=self._host.inspect(),
+            expected={parameter.name: parameter.count for parameter in parameters},
+            sent=sent,
+            source=store.own.get(version),
+            mirrors={
+                ward: Copy(layout=store.ward_layouts[ward], flat=copies.get(version))
+                for ward, copies in store.wards.items()
+            },
+        )
+        verify(
+            plan,
+            evidence,
+            self._groups.all_gather_rows,
+            drop=lambda owner: store.wards[owner].forget_after(version - 1),
+        )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -12,8 +13,13 @@ import torch
 from megatron_elas.runtime.channels import MIGRATION
 from megatron_elas.runtime.communicator.buffers import as_bytes
 from megatron_elas.runtime.transport.base import Part, Transport
+from megatron_elas.runtime.verification.checksum import MODULUS
+from megatron_elas.runtime.verification.inspection import range_sums
 from megatron_elas.spec.moves import Move
 from megatron_elas.spec.shards import SLOTS
+
+_SUMS = struct.Struct(f"<{len(SLOTS)}Q")
+_NOTHING = (0,) * len(SLOTS)
 
 
 def apply_moves(
@@ -22,7 +28,7 @@ def apply_moves(
     sources: dict[int, torch.Tensor],
     target: torch.Tensor | None,
     transport: Transport,
-) -> int:
+) -> tuple[int, tuple[int, ...]]:
     """Fill this worker's new shard, and send others what is held here for them. Called by every holder and owner.
 
     With its first move a target gets the step count too.
@@ -35,7 +41,8 @@ def apply_moves(
         transport: Links to the others.
 
     Returns:
-        Bytes sent to other workers.
+        Bytes sent to other workers, and the checksum of each slot of the new shard as the sources have it: what
+        others send comes with theirs.
 
     Raises:
         EpochChanged: Another membership change struck; ``target`` is part-filled.
@@ -43,10 +50,19 @@ def apply_moves(
     sends: list[Part] = []
     receives: list[Part] = []
     begun: set[int] = set()
+    told: dict[int, list[int]] = {}
+    """Checksums of what goes to each target, by slot."""
+    heard: dict[int, bytearray] = {}
+    """Those that come from each source."""
     for move in moves:
         is_first = move.target not in begun
         begun.add(move.target)
         read = _cut(sources[move.owner], move.old_offset, move.numel, is_first) if move.source == me else []
+        if move.source == me:
+            sums = range_sums(sources[move.owner], move.old_offset, move.numel, move.new_offset)
+            told[move.target] = [(a + b) % MODULUS for a, b in zip(told.get(move.target, _NOTHING), sums, strict=True)]
+        elif move.target == me:
+            heard.setdefault(move.source, bytearray(_SUMS.size))
         written: list[torch.Tensor] = []
         if move.target == me:
             assert target is not None
@@ -57,8 +73,14 @@ def apply_moves(
         else:
             sends += [Part(move.target, as_bytes(old)) for old in read]
             receives += [Part(move.source, as_bytes(new)) for new in written]
+    moved_bytes = sum(part.buffer.nbytes for part in sends)
+    sends += [Part(peer, memoryview(_SUMS.pack(*sums))) for peer, sums in told.items() if peer != me]
+    receives += [Part(peer, memoryview(buffer)) for peer, buffer in heard.items()]
     transport.exchange(MIGRATION, 0, sends, receives)
-    return sum(part.buffer.nbytes for part in sends)
+    total = list(told.get(me, _NOTHING))
+    for buffer in heard.values():
+        total = [(a + b) % MODULUS for a, b in zip(total, _SUMS.unpack(buffer), strict=True)]
+    return moved_bytes, tuple(total)
 
 
 def _cut(flat: torch.Tensor, offset: int, numel: int, with_step: bool) -> list[torch.Tensor]:

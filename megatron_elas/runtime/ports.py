@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from megatron_elas.runtime.communicator.membership import GroupMembers, Membership
+from megatron_elas.runtime.verification.inspection import Inspection
 from megatron_elas.spec.catalogue import Catalogue, StageContents
+from megatron_elas.spec.errors import VerificationFailed
 from megatron_elas.spec.events import WorkerLost
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 from megatron_elas.spec.shards import ShardLayout
 from megatron_elas.spec.transaction import Update
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateDigest:
-    """What replicas must agree on before training goes on."""
-
-    parameter_hash: int
-    """63 bits over every parameter of this worker's stage and lane, bit for bit."""
-    owned_numel: int
-    """Parameter elements whose optimizer state this worker owns."""
-    total_numel: int
-    """Parameter elements of the stage and lane."""
-    consumed_samples: int
-    """Samples of all steps before the one that is run next."""
 
 
 class Mirror(Protocol):
@@ -125,8 +112,18 @@ class Host(Protocol):
     def missed_step(self, step: int) -> object:
         """What the training loop gets in place of the outcome of a step that ran while this worker had no seat."""
 
-    def digest(self) -> StateDigest:
-        """The state as it is now."""
+    @property
+    def checkpoint(self) -> int | None:
+        """Iteration of the newest checkpoint of this job that is known to be complete. Looks at no disk."""
+
+    def load_checkpoint(self, step: int) -> None:
+        """Fill parameters, shard, schedules and counters from the checkpoint of iteration ``step``.
+
+        Called by all seated workers, with buffers and an optimizer that fit the groups. Raises StateInvalid.
+        """
+
+    def inspect(self) -> Inspection:
+        """Look at the state as it is now. Reads all parameters and the shard once."""
 
 
 class Announcement(Protocol):
@@ -172,6 +169,9 @@ class Control(Protocol):
     @property
     def latest_epoch(self) -> int:
         """Newest epoch announced so far. Set before the announcement cancels communication."""
+
+    def unverified(self, epoch: int, error: VerificationFailed) -> None:
+        """A check before resuming failed: ask for a new epoch with state from elsewhere."""
 
     def wait_quiesce(self, newer_than: int, *, idle: bool = False) -> Announcement:
         """Block until an epoch newer than ``newer_than`` is announced; the latest one. ``idle``: however long."""

@@ -31,7 +31,7 @@ from megatron_elas.runtime.ports import Control, FaultPoint, Groups, Host
 from megatron_elas.runtime.snapshots import SnapshotMode, SnapshotPool
 from megatron_elas.runtime.state import Fit, WorkerState
 from megatron_elas.runtime.transport.base import Transport
-from megatron_elas.spec.errors import ElasticError, EpochChanged, PeerLost, comes_of
+from megatron_elas.spec.errors import ElasticError, EpochChanged, PeerLost, VerificationFailed, comes_of
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 from megatron_elas.spec.transaction import FOLLOWS, StepPhase, Update
@@ -392,6 +392,10 @@ class Session:
                 logger.warning("worker %d: another change during the recovery: %s", self.worker, newer)
                 error = newer
                 continue
+            except VerificationFailed as failed:
+                self._control.unverified(state.plan.epoch, failed)
+                error = EpochChanged(str(failed))
+                continue
             if seated:
                 return
             logger.info("worker %d: no seat in epoch %d, waiting as a spare", self.worker, state.plan.epoch)
@@ -399,8 +403,8 @@ class Session:
 
     def _recover_once(self, step: int, idle: bool) -> bool:
         """One recovery. Gives whether this worker has a seat after it."""
-        state, executor, control = self._state, self._executor, self._control
-        assert state is not None and executor is not None
+        state, executor, control, host = self._state, self._executor, self._control, self._host
+        assert state is not None and executor is not None and host is not None
         announcement = control.wait_quiesce(state.plan.epoch, idle=idle)
         self._transport.cancel()  # also ends what is in flight after a link broke
         self._groups.drain()
@@ -417,6 +421,7 @@ class Session:
                 phase=self._phase,
                 activity=self._activity,
                 waived=executor.waived_activity,
+                checkpoint=-1 if host.checkpoint is None else host.checkpoint,
                 holdings=holdings,
             )
         )

@@ -58,6 +58,20 @@ class StateInvalid(ElasticError):
     exit_code = ExitCode.STATE_INVALID
 
 
+class VerificationFailed(StateInvalid):
+    """A check before resuming failed. Raised on all workers alike; they go on from another source, if there is one.
+
+    ``check`` is its name and ``step`` the step that was to be run next. ``mirrors`` are pairs (owner, backup) of copies
+    that are bad while all else is well.
+    """
+
+    def __init__(self, sentence: str, *, check: str, step: int, mirrors: tuple[tuple[int, int], ...] = ()) -> None:
+        super().__init__(sentence)
+        self.check = check
+        self.step = step
+        self.mirrors = mirrors
+
+
 class WrongVersion(ElasticError):
     """An installed package is outside its range, or a symbol we attach to has changed."""
 

@@ -78,3 +78,5 @@ class Settlement:
     """For every lost worker of the base plan, who has the copy of its shard that is used."""
     commit: Update | None = None
     """The step before ``resume_step``, if it was open: those who have not applied it yet do so."""
+    checkpoint: int | None = None
+    """Iteration of the checkpoint that all get the state from, laid out as the plan says; None: from themselves."""

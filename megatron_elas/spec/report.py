@@ -45,6 +45,8 @@ class SettleReport:
     """How many joint activities (steps, evaluations, saves) its loop has completed."""
     waived: int = -1
     """The newest joint activity that it knows to have failed and not to be run again; -1: none."""
+    checkpoint: int = -1
+    """Iteration of the newest checkpoint of this job that it knows to be complete; -1: none."""
     holdings: tuple[Holding, ...]
     """Newest layout first; at least one."""
 

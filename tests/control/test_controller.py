@@ -25,6 +25,7 @@ from megatron_elas.control.messages import (
     Stop,
     StopAll,
     Terminate,
+    Unverified,
     WorkerExited,
     WorkerHung,
 )
@@ -531,6 +532,112 @@ def test_an_incomplete_state_ends_the_job_as_invalid(running: Director) -> None:
     for worker in (0, 1, 2):
         running.send(Settled(report=SettleReport(worker=worker, epoch=1, step=5, activity=5, holdings=(empty,))))
     assert stop_code(running) == ExitCode.STATE_INVALID
+
+
+def settle_with_checkpoints(director: Director, epoch: int, checkpoints: dict[int, int], plan=None) -> Recover | None:
+    """All survivors settle, with nothing whole unless a plan is given; each knows of this checkpoint."""
+    empty = Holding(epoch=0, live=5, kept=(5,), wards={})
+    for worker, checkpoint in checkpoints.items():
+        holdings = (empty,) if plan is None else make_report(worker, epoch, plan).holdings
+        report = SettleReport(
+            worker=worker, epoch=epoch, step=7, activity=9, waived=4, checkpoint=checkpoint, holdings=holdings
+        )
+        director.send(Settled(report=report))
+    told_now = [message for _, message in told(director.commands, Recover) if message.plan.epoch == epoch]
+    return told_now[0] if told_now else None
+
+
+def test_where_no_state_is_whole_all_go_on_from_the_newest_checkpoint_that_anybody_knows(running: Director) -> None:
+    running.send(exited(3, -9))
+    recover = settle_with_checkpoints(running, 1, {0: 4, 1: -1, 2: 2})
+    assert recover is not None
+    settlement = recover.settlement
+    assert (settlement.checkpoint, settlement.resume_step, settlement.base_epoch) == (4, 4, 1)
+    assert (settlement.lead_activity, settlement.waived_activity) == (9, 4)
+    assert any("go on from the checkpoint of iteration 4" in c.text for c in running.commands if isinstance(c, Note))
+    [shown] = [c for c in running.recover(1, [0, 1, 2]) if isinstance(c, ShowRecovery)]
+    assert "\nstate    from the checkpoint of iteration 4\n" in shown.text
+    assert isinstance(running.state, Running)
+
+
+def test_a_whole_state_is_taken_before_a_checkpoint(running: Director) -> None:
+    old = plan_of(running)
+    running.send(exited(3, -9))
+    recover = settle_with_checkpoints(running, 1, {0: 4, 1: 4, 2: 4}, old)
+    assert recover is not None and recover.settlement.checkpoint is None and recover.settlement.resume_step == 5
+
+
+def unverified(worker: int, epoch: int, *, step: int = 5, renewable: bool = False) -> Unverified:
+    return Unverified(
+        worker=worker, epoch=epoch, check="contents", step=step, sentence="exp_avg differs", renewable=renewable
+    )
+
+
+def test_a_failed_check_makes_all_go_on_from_the_checkpoint(running: Director) -> None:
+    old = plan_of(running)
+    running.send(exited(3, -9))
+    assert settle_with_checkpoints(running, 1, {0: 4, 1: 4, 2: 4}, old) is not None
+    commands = running.send(unverified(2, 1), unverified(0, 1), unverified(1, 1))
+    [(workers, quiesce)] = told(commands, Quiesce)
+    assert workers == (0, 1, 2) and quiesce.epoch == 2
+    recover = settle_with_checkpoints(running, 2, {0: 4, 1: 4, 2: 4}, old)
+    assert recover is not None and recover.settlement.checkpoint == 4
+    [shown] = [c for c in running.recover(2, [0, 1, 2]) if isinstance(c, ShowRecovery)]
+    assert "\nfailed   exp_avg differs\n" in shown.text
+
+
+def test_a_failed_check_without_a_checkpoint_ends_the_job_with_its_sentence(running: Director) -> None:
+    old = plan_of(running)
+    running.send(exited(3, -9))
+    settle_with_checkpoints(running, 1, {0: -1, 1: -1, 2: -1}, old)
+    running.send(unverified(1, 1))
+    assert settle_with_checkpoints(running, 2, {0: -1, 1: -1, 2: -1}, old) is None
+    assert stop_code(running) == ExitCode.STATE_INVALID
+    assert "exp_avg differs" in running.state.sentence and "saved no checkpoint" in running.state.sentence
+
+
+def test_bad_copies_alone_are_made_anew_from_their_owners(running: Director) -> None:
+    old = plan_of(running)
+    running.send(exited(3, -9))
+    settle_with_checkpoints(running, 1, {0: 4, 1: 4, 2: 4}, old)
+    running.send(unverified(1, 1, renewable=True))
+    recover = settle_with_checkpoints(running, 2, {0: 4, 1: 4, 2: 4}, old)
+    assert recover is not None and recover.settlement.checkpoint is None
+
+
+@pytest.mark.parametrize("later", [0, 1], ids=["same-outage", "later-outage"])
+def test_the_same_check_that_fails_before_the_same_step_again_ends_the_job(later: int) -> None:
+    running = Director(make_job(pipeline=1, data=4)).start()
+    plan = plan_of(running)
+    running.send(exited(3, -9))
+    epoch = 1
+    settle_with_checkpoints(running, epoch, {0: 4, 1: 4, 2: 4}, plan)
+    running.send(unverified(1, epoch))
+    epoch = 2
+    survivors = [0, 1, 2]
+    settle_with_checkpoints(running, epoch, dict.fromkeys(survivors, 4), plan)
+    if later:
+        running.recover(epoch, survivors)
+        assert isinstance(running.state, Running)
+        plan, survivors, epoch = plan_of(running), [0, 1], 3
+        running.send(exited(2, -9))
+        settle_with_checkpoints(running, epoch, dict.fromkeys(survivors, 4), plan)
+    before = running.state
+    running.send(unverified(0, epoch, step=4))
+    assert isinstance(running.state, Settling), "another step: another attempt"
+    running.state = before
+    running.send(unverified(0, epoch))
+    assert stop_code(running) == ExitCode.STATE_INVALID
+    assert "same check failed before the same step already" in running.state.sentence
+
+
+def test_a_failed_check_of_an_older_epoch_or_of_a_lost_worker_is_ignored(running: Director) -> None:
+    old = plan_of(running)
+    running.send(exited(3, -9))
+    settle_with_checkpoints(running, 1, {0: 4, 1: 4, 2: 4}, old)
+    before = running.state
+    running.send(unverified(1, 0), unverified(3, 1))
+    assert running.state == before
 
 
 def test_state_in_the_layout_of_an_unknown_plan_is_invalid(running: Director) -> None:

@@ -15,6 +15,7 @@ from megatron_elas.control.messages import (
     Recover,
     Recovered,
     Settled,
+    Unverified,
     WorkerExited,
     WorkerHung,
 )
@@ -52,6 +53,15 @@ events: st.SearchStrategy[Event] = st.one_of(
         lambda worker, status: WorkerExited(worker=worker, status=status, at_s=0.0),
         workers,
         st.sampled_from([0, 1, -9]),
+    ),
+    st.builds(
+        lambda worker, epoch, step, renewable: Unverified(
+            worker=worker, epoch=epoch, check="cast", step=step, sentence="x", renewable=renewable
+        ),
+        workers,
+        epochs,
+        st.integers(5, 6),
+        st.booleans(),
     ),
     st.builds(lambda worker: WorkerHung(worker=worker, detail="stopped"), workers),
     st.builds(lambda worker: WorkerSilent(worker=worker, silent_s=3.0), workers),

@@ -135,6 +135,8 @@ def test_the_facts_for_programs_are_those_of_the_block() -> None:
         "left_out": [],
         "before": "stage 0: [0,1] | spare: 2",
         "after": "stage 0: [0,1] | spare: 2",
+        "failed_checks": [],
+        "checkpoint": None,
         "resume_step": 5,
         "survivors": [0, 1, 2],
     }

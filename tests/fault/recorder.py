@@ -5,7 +5,8 @@ epoch E (what is stale then, and what the worker costs), and ``version.V.epoch.E
 named in ELAS_TEST_VERSIONS. With ELAS_TEST_TRACE it writes ``trace.W`` (traces.py) and walks nowhere. Before the step
 ELAS_TEST_KILL_SPARES the spares are killed: they run no step in which a scripted fault could strike.
 ELAS_TEST_SLEEPER names a worker that falls asleep (``sleeper.py``), ELAS_TEST_KILL_CONTROLLER moments at which the
-controller is killed (``controller_killer.py``).
+controller is killed (``controller_killer.py``), ELAS_TEST_SPOIL a fault to plant in a recovery's state
+(``verification_plants.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elas import pretrain_gpt
-from tests.fault import controller_killer, planting, sleeper
+from tests.fault import controller_killer, planting, sleeper, verification_plants
 from tests.fault.footprint import ancestors, count_objects, count_tensor_bytes, take_footprint
 from tests.fault.stale import Scene, find_stale
 from tests.fault.traces import Tracer
@@ -94,6 +95,8 @@ def main() -> int:
     Session.run_step = record_walk  # type: ignore[method-assign]
     worker.finish = record_end
     controller_killer.install()
+    if text := os.environ.get("ELAS_TEST_SPOIL"):
+        verification_plants.plant_before_checks(text)
     return pretrain_gpt.main()
 
 

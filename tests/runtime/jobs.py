@@ -18,16 +18,17 @@ from typing import Any
 
 import torch
 
+from megatron_elas.planner.fallback import fall_back
 from megatron_elas.planner.plan import initial_plan, replan
 from megatron_elas.planner.settle import settle
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.communicator.membership import GroupMembers
-from megatron_elas.runtime.ports import StateDigest
 from megatron_elas.runtime.session import Dispensable, Session
 from megatron_elas.runtime.snapshots import SnapshotMode
 from megatron_elas.runtime.transport.sockets import SocketTransport
+from megatron_elas.runtime.verification.inspection import UNKNOWN, Counters, Inspection, inspect_piece, weight_sums
 from megatron_elas.spec.catalogue import Catalogue, Parameter, StageContents
-from megatron_elas.spec.errors import EpochChanged, StateInvalid
+from megatron_elas.spec.errors import EpochChanged, StateInvalid, VerificationFailed
 from megatron_elas.spec.events import LossReason, WorkerLost
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan, Settlement
@@ -104,6 +105,8 @@ class Job:
         self.lost: set[int] = set()
         self.finished: set[int] = set()
         self.ended: StateInvalid | None = None
+        self.unverified: list[VerificationFailed] = []
+        """Since the beginning; a real controller forgets them with the outage."""
         self.recovered: dict[int, list[RecoveryReport]] = defaultdict(list)
         self.reports: dict[int, dict[int, SettleReport]] = defaultdict(dict)
         self.orders: dict[int, Order] = {}
@@ -130,6 +133,13 @@ class Job:
             if epoch == self.epoch:
                 self._begin_epoch()
 
+    def distrust(self, epoch: int, error: VerificationFailed) -> None:
+        """A check failed; all workers say so."""
+        with self.changed:
+            if epoch == self.epoch:
+                self.unverified.append(error)
+                self._begin_epoch()
+
     def _begin_epoch(self) -> None:
         """Cancels before anybody can have been told how to go on, as the control link does."""
         self.epoch += 1
@@ -145,13 +155,19 @@ class Job:
             if report.epoch == self.epoch and reports.keys() >= set(self.survivors) and report.epoch not in self.orders:
                 plan = replan(self.spec, self.plans[0], self.lost, self.epoch, {})
                 self.plans[self.epoch] = plan
+                said = [reports[worker] for worker in self.survivors]
                 try:
-                    settlement = settle([reports[worker] for worker in self.survivors], self.plans, self.decided)
+                    if any(not error.mirrors for error in self.unverified):
+                        raise StateInvalid(str(self.unverified[-1]))
+                    settlement = settle(said, self.plans, self.decided)
                     self.decided = settlement.commit
                 except StateInvalid as error:
-                    self.ended = error
-                    self.changed.notify_all()
-                    raise
+                    fallback = fall_back(said, plan)
+                    if fallback is None:
+                        self.ended = error
+                        self.changed.notify_all()
+                        raise
+                    settlement = fallback
                 addresses = {worker: self.workers[worker].transport.address for worker in self.survivors}
                 self.orders[self.epoch] = Order(plan=plan, settlement=settlement, addresses=addresses)
                 self.changed.notify_all()
@@ -206,6 +222,10 @@ class ToyWorker:
     evaluated: list[tuple[int, float]] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
     unsaved: list[int] = field(default_factory=list)
+    checkpoint: int | None = None
+    """Iteration of the newest one that this worker knows of."""
+    loaded: list[int] = field(default_factory=list)
+    """Iterations of the checkpoints it has loaded."""
     logged: list[int] = field(default_factory=list)
     """Steps that were logged after they had been run."""
     activations: Callable[[], Activations | None] = lambda: None
@@ -305,6 +325,8 @@ class ToyWorker:
 
         instead = Dispensable(purpose="save", instead=lambda: self.unsaved.append(step))
         self.session.run_between(body, instead, missed=lambda: None)
+        if step not in self.unsaved:
+            self.checkpoint = step + 1
 
     def strike(self, step: int, phase: str, microbatch: int | None) -> None:
         hook = self.hooks.pop((phase, step), None)
@@ -414,12 +436,34 @@ class ToyWorker:
         self.steps_missed.append(step)
         return step
 
-    def digest(self) -> StateDigest:
-        return StateDigest(
-            parameter_hash=int(self.parameters.double().sum()),
-            owned_numel=self.layout(self.session.plan).numel,
-            total_numel=len(self.parameters),
-            consumed_samples=self.step * 8,
+    def load_checkpoint(self, step: int) -> None:
+        assert self.checkpoint is None or step >= self.checkpoint
+        self.loaded.append(step)
+        self.shard.fill_(value_of(step))
+        self.shard[-1] = step
+        self.step = step
+
+    def inspect(self) -> Inspection:
+        slots, layout = self.shard[:-1].view(3, -1), self.layout(self.session.plan)
+        first, last = self.session.plan.layers_of(self.id)
+        weights = {str(first + number): part for number, part in enumerate(self.parameters.split(NUMEL))}
+        pieces = [
+            inspect_piece(
+                piece,
+                offset,
+                [slot[offset : offset + piece.numel] for slot in slots],
+                weights[piece.name][piece.start : piece.stop],
+            )
+            for piece, offset in zip(layout.pieces, layout.offsets(), strict=True)
+        ]
+        updates = (int(self.shard[-1]), int(self.shard[-1])) if pieces else (UNKNOWN, UNKNOWN)
+        return Inspection(
+            parameters={str(layer): NUMEL for layer in range(first, last)},
+            weights=weight_sums(weights),
+            pieces=pieces,
+            counters=Counters(
+                consumed_samples=self.step * 8, schedule_samples=self.step * 8, optimizer_steps=updates, streams=0
+            ),
         )
 
     # ------------------------------------------------------------ runtime.ports.Control
@@ -437,6 +481,9 @@ class ToyWorker:
 
     def leave_out(self, epoch: int, culprit: int, detail: str) -> None:
         self.job.leave_out(epoch)
+
+    def unverified(self, epoch: int, error: VerificationFailed) -> None:
+        self.job.distrust(epoch, error)
 
     def wait_quiesce(self, newer_than: int, *, idle: bool = False) -> Announced:
         if self.id in self.job.lost:

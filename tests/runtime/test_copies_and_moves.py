@@ -13,6 +13,7 @@ from megatron_elas.runtime.migration import apply_moves
 from megatron_elas.runtime.replicator import Replicator
 from megatron_elas.runtime.store import ShardStore
 from megatron_elas.runtime.transport.sockets import SocketTransport
+from megatron_elas.runtime.verification.inspection import flat_sums
 from megatron_elas.spec.errors import EpochChanged
 from megatron_elas.spec.moves import plan_moves
 from megatron_elas.spec.shards import Piece, ShardLayout
@@ -125,7 +126,11 @@ def test_new_shards_are_put_together_from_owners_and_from_the_backup_of_the_lost
     at_once(lambda: move(0), lambda: move(2))
     for worker, shard in new.items():
         assert torch.equal(targets[worker][:-1], pattern(worker, shard)[:-1])
-    assert sent == {0: 0, 2: 3 * 5 * 4}, "only the lost worker's part of p0 has to travel"
+    assert {worker: moved for worker, (moved, _) in sent.items()} == {0: 0, 2: 3 * 5 * 4}, (
+        "only the lost worker's part of p0 has to travel"
+    )
+    for worker, (_, sums) in sent.items():
+        assert sums == flat_sums(targets[worker]), "checksums of what was sent, in its new place"
 
 
 def test_a_worker_without_a_seat_gives_what_it_holds(transports: list[SocketTransport]) -> None:

@@ -478,6 +478,81 @@ def test_losing_an_owner_and_its_backup_in_one_recovery_ends_the_job_instead_of_
             job.run(steps=STEPS)
 
 
+def test_an_owner_and_its_backup_lost_together_lead_back_to_the_checkpoint(tmp_path: Path) -> None:
+    with job_of(tmp_path, rows=4) as job:
+        backup = job.plan.backup_of(2)
+        assert backup is not None
+        job.workers[2].hooks["forward", 4] = job.workers[2].vanish
+        job.workers[backup].hooks["ordered", 1] = job.workers[backup].vanish
+        job.run(steps=STEPS, between=save_after(1))
+        assert job.lost == {2, backup}
+        check_end(job, STEPS)
+        for worker in job.survivors:
+            toy = job.workers[worker]
+            assert toy.loaded == [2]
+            assert toy.steps_run == [0, 1, 2, 3, 4, 2, 3, 4, 5], "steps since the checkpoint are run again"
+            assert toy.saved == [1], "and nothing else is"
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_another_loss_while_a_checkpoint_is_read_leads_back_to_it_once_more(lost: int, tmp_path: Path) -> None:
+    with job_of(tmp_path, rows=5) as job:
+        backup = job.plan.backup_of(2)
+        assert backup == 3
+        job.workers[2].hooks["forward", 4] = job.workers[2].vanish
+        job.workers[backup].hooks["ordered", 1] = job.workers[backup].vanish
+        job.workers[lost].hooks["recovery-verify", 4] = job.workers[lost].vanish
+        job.run(steps=STEPS, between=save_after(1))
+        assert job.lost == {2, backup, lost}
+        check_end(job, STEPS)
+
+
+def spoil_shard(worker: ToyWorker) -> Callable[[], None]:
+    """A hook that changes one moment of the state in use."""
+
+    def spoil() -> None:
+        worker.shard[len(worker.shard) // 2] += 1
+
+    return spoil
+
+
+def test_a_shard_that_does_not_stand_the_checks_is_replaced_by_the_checkpoint(tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        job.workers[2].hooks["forward", 3] = job.workers[2].vanish
+        job.workers[0].hooks["recovery-verify", 3] = spoil_shard(job.workers[0])
+        job.run(steps=STEPS, between=save_after(1))
+        assert [error.check for error in job.unverified] == ["contents"]
+        assert "exp_avg in use on worker 0 is not what it got" in str(job.unverified[0])
+        assert [job.workers[worker].loaded for worker in job.survivors] == [[2], [2]]
+        check_end(job, STEPS)
+
+
+def test_a_shard_that_does_not_stand_the_checks_ends_a_job_without_a_checkpoint(tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        job.workers[2].hooks["forward", 3] = job.workers[2].vanish
+        job.workers[0].hooks["recovery-verify", 3] = spoil_shard(job.workers[0])
+        with pytest.raises(StateInvalid, match="exp_avg in use on worker 0 is not what it got"):
+            job.run(steps=STEPS)
+
+
+def test_a_copy_that_differs_from_its_owner_is_made_anew(tmp_path: Path) -> None:
+    with job_of(tmp_path, stages=2, rows=2) as job:
+        keeper = job.workers[1]
+
+        def spoil() -> None:
+            state = keeper.session._state
+            assert state is not None
+            copies = max(state.stores.items())[1][1].wards[0]
+            copies.get(max(copies.held))[3] += 1
+
+        job.workers[3].hooks["forward", 3] = job.workers[3].vanish
+        keeper.hooks["recovery-verify", 3] = spoil
+        job.run(steps=STEPS)
+        assert [error.mirrors for error in job.unverified] == [((0, 1),)]
+        assert max(job.orders) == 2
+        check_end(job, STEPS)
+
+
 def test_a_cancelled_step_keeps_nothing_in_memory_while_others_are_waited_for(tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
         alive: list[object] = []

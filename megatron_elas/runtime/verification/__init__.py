@@ -1,0 +1,1 @@
+"""Checks before training goes on: what workers measure, and what must fit together."""

@@ -1,0 +1,58 @@
+/* Checksums of runs of 16-bit and 32-bit words; see checksum.py, which says what they are and has the same in Python. */
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define FOR_SEVERAL_PROCESSORS __attribute__((target_clones("default", "avx2", "avx512f")))
+#else
+#define FOR_SEVERAL_PROCESSORS
+#endif
+
+#define BLOCK 4096 /* as checksum.py */
+
+static uint64_t block_factor(uint64_t key, uint64_t block) {
+    uint64_t x = key + block * UINT64_C(0x9E3779B97F4A7C15);
+    x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+    x = (x ^ (x >> 27)) * UINT64_C(0x94D049BB133111EB);
+    return (x ^ (x >> 31)) | 1;
+}
+
+/* Both: sum of word times weight, modulo 2^64. */
+FOR_SEVERAL_PROCESSORS
+static uint64_t weigh32(const uint32_t *words, const uint32_t *weights, int64_t count) {
+    uint64_t low = 0, high = 0;
+    int64_t pairs = count / 2;
+    for (int64_t i = 0; i < pairs; i++) { /* in pairs, as vector units multiply 32-bit halves of 64-bit lanes */
+        uint64_t word, weight;
+        memcpy(&word, words + 2 * i, 8);
+        memcpy(&weight, weights + 2 * i, 8);
+        low += (word & UINT32_MAX) * (weight & UINT32_MAX);
+        high += (word >> 32) * (weight >> 32);
+    }
+    return low + high + (count % 2 ? (uint64_t)words[count - 1] * weights[count - 1] : 0);
+}
+
+FOR_SEVERAL_PROCESSORS
+static uint64_t weigh16(const uint16_t *words, const uint32_t *weights, int64_t count) {
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < count; i++)
+        sum += (uint64_t)words[i] * weights[i];
+    return sum;
+}
+
+/* Words from ``start`` on, of ``width`` bytes each (2 or 4), with a table of BLOCK weights. */
+uint64_t elas_checksum(
+    const void *words, int32_t width, int64_t count, const uint32_t *weights, uint64_t key, uint64_t start
+) {
+    uint64_t total = 0;
+    for (int64_t done = 0; done < count;) {
+        uint64_t at = start + (uint64_t)done, within = at % BLOCK;
+        int64_t room = (int64_t)(BLOCK - within), part = count - done < room ? count - done : room;
+        const char *place = (const char *)words + done * width;
+        uint64_t sum = width == 4 ? weigh32((const uint32_t *)place, weights + within, part)
+                                  : weigh16((const uint16_t *)place, weights + within, part);
+        total += block_factor(key, at / BLOCK) * sum;
+        done += part;
+    }
+    return total;
+}

@@ -1,0 +1,71 @@
+"""Faults planted in the state during a recovery: one check finds each, and the job goes on from elsewhere or stops."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.fault.runs import Run, assert_same_training, run_job
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+GRID = ("--pipeline-model-parallel-size=2",)
+CHECKPOINTS = ("--ckpt-format=torch_dist", "--save-interval=4")
+FAULT = "kill:worker=3@step=6,phase=backward,microbatch=1"
+STEPS = 8
+PLANTS = {
+    "missing_parameter": ("parameters", "the model of worker 1 holds"),
+    "dropped_name": ("parameters", "the model of worker 1 holds"),
+    "permuted_values": ("replicas", "the weights of stage 0 lane 0 differ"),
+    "diverged_replica": ("replicas", "the weights of stage 0 lane 0 differ"),
+    "double_owner": ("owners", "an element has no owner, or two"),
+    "stale_moment": ("contents", "exp_avg in use on worker 1 is not what it got"),
+    "bf16_desync": ("cast", "1 weights on worker 1 are not their masters, cast"),
+    "step_counter_reset": ("counters", "the optimizer of worker 1, or a copy of it, has counted 0 updates"),
+}
+"""The check that finds each, and part of what it says."""
+NAMED = re.compile(r", first in (decoder|embedding)\.[\w.]+")
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Undisturbed runs, by precision."""
+    folder = tmp_path_factory.mktemp("calm")
+    return {
+        name: run_job(folder / name, (*GRID, *flags), workers=4, steps=STEPS)
+        for name, flags in {"fp32": (), "bf16": ("--bf16",)}.items()
+    }
+
+
+def flags_of(plant: str) -> tuple[str, ...]:
+    return (*GRID, "--bf16") if plant == "bf16_desync" else GRID
+
+
+def failed_checks(run: Run) -> list[str]:
+    """Which failed, as the controller printed it; the other workers say the same."""
+    found = re.findall(r"elasrun: epoch \d+: the check of (\w+) failed before step \d+", run.output)
+    assert "; also, " not in run.output, "a second check found it too"
+    return found
+
+
+@pytest.mark.parametrize(
+    "plant", [pytest.param(name, marks=() if name == "stale_moment" else pytest.mark.slow) for name in PLANTS]
+)
+def test_each_fault_is_found_by_its_check_alone_and_training_goes_on_from_the_checkpoint(
+    plant: str, calm: dict[str, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, says = PLANTS[plant]
+    monkeypatch.setenv("ELAS_TEST_SPOIL", f"{plant}@1")
+    flags = (*flags_of(plant), *CHECKPOINTS, f"--save={tmp_path / 'checkpoints'}")
+    run = run_job(tmp_path / "run", flags, workers=4, faults=[FAULT], steps=STEPS)
+    assert run.fired == [FAULT] and f"planted: {plant} on worker 1" in run.output
+    assert failed_checks(run) == [check]
+    assert says in run.output
+    assert check == "counters" or NAMED.search(run.output), "the parameter is named"
+    if check == "parameters":  # no state that is filled in mends a model
+        assert run.code == 4, run.output[-6000:]
+        return
+    assert "state    from the checkpoint of iteration 4" in run.output
+    assert_same_training(run, calm["bf16" if "--bf16" in flags else "fp32"])
