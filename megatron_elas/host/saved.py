@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from megatron_elas.spec.errors import ElasticError, EpochChanged, StateInvalid, comes_of
 
 _INDEX = (".metadata", "metadata.json")
@@ -91,7 +93,7 @@ def load_into(model: Sequence[Any], optimizer: Any, scheduler: Any, folder: str,
             loaded, _ = load_checkpoint(list(model), optimizer, scheduler)
     except ElasticError:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit, CheckpointException) as error:  # the last is derived from BaseException
         if comes_of(error, EpochChanged):
             raise EpochChanged(f"the membership ended while a checkpoint was read: {error}") from error
         raise StateInvalid(
