@@ -478,6 +478,19 @@ def test_losing_an_owner_and_its_backup_in_one_recovery_ends_the_job_instead_of_
             job.run(steps=STEPS)
 
 
+def before_checks(worker: ToyWorker, act: Callable[[], None]) -> None:
+    """Act before the first checks of a recovery, whichever step the worker's loop is in then."""
+    acted: list[bool] = []
+
+    def act_once() -> None:
+        if not acted:
+            acted.append(True)
+            act()
+
+    for step in range(STEPS + 1):
+        worker.hooks["recovery-verify", step] = act_once
+
+
 def test_an_owner_and_its_backup_lost_together_lead_back_to_the_checkpoint(tmp_path: Path) -> None:
     with job_of(tmp_path, rows=4) as job:
         backup = job.plan.backup_of(2)
@@ -490,7 +503,8 @@ def test_an_owner_and_its_backup_lost_together_lead_back_to_the_checkpoint(tmp_p
         for worker in job.survivors:
             toy = job.workers[worker]
             assert toy.loaded == [2]
-            assert toy.steps_run == [0, 1, 2, 3, 4, 2, 3, 4, 5], "steps since the checkpoint are run again"
+            first = [0, 1, 2, 3, 4] if 4 in toy.steps_run[:5] else [0, 1, 2, 3]  # it may be cut before it gets so far
+            assert toy.steps_run == [*first, 2, 3, 4, 5], "steps since the checkpoint are run again"
             assert toy.saved == [1], "and nothing else is"
 
 
@@ -501,7 +515,7 @@ def test_another_loss_while_a_checkpoint_is_read_leads_back_to_it_once_more(lost
         assert backup == 3
         job.workers[2].hooks["forward", 4] = job.workers[2].vanish
         job.workers[backup].hooks["ordered", 1] = job.workers[backup].vanish
-        job.workers[lost].hooks["recovery-verify", 4] = job.workers[lost].vanish
+        before_checks(job.workers[lost], job.workers[lost].vanish)
         job.run(steps=STEPS, between=save_after(1))
         assert job.lost == {2, backup, lost}
         check_end(job, STEPS)
@@ -519,7 +533,7 @@ def spoil_shard(worker: ToyWorker) -> Callable[[], None]:
 def test_a_shard_that_does_not_stand_the_checks_is_replaced_by_the_checkpoint(tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
         job.workers[2].hooks["forward", 3] = job.workers[2].vanish
-        job.workers[0].hooks["recovery-verify", 3] = spoil_shard(job.workers[0])
+        before_checks(job.workers[0], spoil_shard(job.workers[0]))
         job.run(steps=STEPS, between=save_after(1))
         assert [error.check for error in job.unverified] == ["contents"]
         assert "exp_avg in use on worker 0 is not what it got" in str(job.unverified[0])
@@ -530,7 +544,7 @@ def test_a_shard_that_does_not_stand_the_checks_is_replaced_by_the_checkpoint(tm
 def test_a_shard_that_does_not_stand_the_checks_ends_a_job_without_a_checkpoint(tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
         job.workers[2].hooks["forward", 3] = job.workers[2].vanish
-        job.workers[0].hooks["recovery-verify", 3] = spoil_shard(job.workers[0])
+        before_checks(job.workers[0], spoil_shard(job.workers[0]))
         with pytest.raises(StateInvalid, match="exp_avg in use on worker 0 is not what it got"):
             job.run(steps=STEPS)
 
@@ -546,7 +560,7 @@ def test_a_copy_that_differs_from_its_owner_is_made_anew(tmp_path: Path) -> None
             copies.get(max(copies.held))[3] += 1
 
         job.workers[3].hooks["forward", 3] = job.workers[3].vanish
-        keeper.hooks["recovery-verify", 3] = spoil
+        before_checks(keeper, spoil)
         job.run(steps=STEPS)
         assert [error.mirrors for error in job.unverified] == [((0, 1),)]
         assert max(job.orders) == 2
