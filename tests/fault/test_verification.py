@@ -64,8 +64,72 @@ def test_each_fault_is_found_by_its_check_alone_and_training_goes_on_from_the_ch
     assert failed_checks(run) == [check]
     assert says in run.output
     assert check == "counters" or NAMED.search(run.output), "the parameter is named"
-    if check == "parameters":  # no state that is filled in mends a model
-        assert run.code == 4, run.output[-6000:]
-        return
     assert "state    from the checkpoint of iteration 4" in run.output
+    # An optimizer cannot be made anew for a model that lacks a parameter: that worker is lost, and the others go on.
+    assert ("worker 1 is lost" in run.output) == (check == "parameters")
     assert_same_training(run, calm["bf16" if "--bf16" in flags else "fp32"])
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_the_job_ends_with_the_sentence_of_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELAS_TEST_SPOIL", "stale_moment@1")
+    run = run_job(tmp_path / "run", GRID, workers=4, faults=[FAULT], steps=STEPS)
+    assert run.fired == [FAULT] and "planted: stale_moment on worker 1" in run.output
+    assert run.code == 4, run.output[-6000:]
+    assert "exp_avg in use on worker 1 is not what it got" in run.output.split("elasrun: ")[-1]
+    assert "saved no checkpoint to go on from" in run.output
+
+
+@pytest.mark.slow
+def test_a_fault_that_comes_again_from_the_same_checkpoint_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELAS_TEST_SPOIL", "step_counter_reset@1*")
+    flags = (*GRID, *CHECKPOINTS, f"--save={tmp_path / 'checkpoints'}")
+    run = run_job(tmp_path / "run", flags, workers=4, faults=[FAULT], steps=STEPS)
+    assert run.fired == [FAULT] and run.output.count("planted: step_counter_reset on worker 1") == 3
+    assert run.code == 4, run.output[-6000:]
+    assert "The same check failed before the same step already" in run.output
+    assert re.findall(r"counters failed before step (\d+)", run.output.split("elasrun: ")[-1]) == ["4"]
+
+
+@pytest.mark.slow
+def test_a_bad_copy_beside_a_sound_owner_is_made_anew(
+    calm: dict[str, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELAS_TEST_SPOIL", "diverged_backup@1")
+    run = run_job(tmp_path / "run", GRID, workers=4, faults=[FAULT], steps=STEPS)
+    assert run.fired == [FAULT] and "planted: diverged_backup on worker 1" in run.output
+    assert failed_checks(run) == ["contents"] and "the copies are made anew" in run.output
+    assert_same_training(run, calm["fp32"])
+
+
+def kill(*workers: int, step: int, phase: str = "forward,microbatch=0") -> list[str]:
+    return [f"kill:worker={worker}@step={step},phase={phase}" for worker in workers]
+
+
+@pytest.mark.slow
+def test_owner_and_backup_lost_together_lead_back_to_the_checkpoint_in_place(tmp_path: Path) -> None:
+    grid = ("--pipeline-model-parallel-size=2",)
+    undisturbed = run_job(tmp_path / "calm", grid, workers=6, batch=12, steps=STEPS)
+    faults = kill(1, 2, step=6)
+    flags = (*grid, *CHECKPOINTS, f"--save={tmp_path / 'checkpoints'}")
+    run = run_job(tmp_path / "run", flags, workers=6, batch=12, faults=faults, steps=STEPS)
+    assert sorted(run.fired) == faults
+    assert "go on from the checkpoint of iteration 4" in run.output
+    assert_same_training(run, undisturbed)
+    assert_nothing_stale(run)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_was_cut_short_is_not_taken(tmp_path: Path) -> None:
+    undisturbed = run_job(tmp_path / "calm", (), workers=3, batch=12, steps=STEPS)
+    faults = kill(1, 2, step=7, phase="save,microbatch=0")
+    flags = (*CHECKPOINTS, f"--save={tmp_path / 'checkpoints'}")
+    run = run_job(tmp_path / "run", flags, workers=3, batch=12, faults=faults, steps=STEPS)
+    assert sorted(run.fired) == faults
+    assert "go on from the checkpoint of iteration 4" in run.output
+    assert_same_training(run, undisturbed)
+    assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "8"
