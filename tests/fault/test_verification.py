@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.runs import Run, assert_same_training, run_job
+from tests.fault.runs import Run, assert_nothing_stale, assert_same_training, run_job
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
