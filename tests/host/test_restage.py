@@ -65,7 +65,9 @@ def find_stale(attached: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("flags", "count", "plans"), CASES)
-def test_training_goes_on_as_undisturbed(flags: tuple[str, ...], count: int, plans: dict[int, ElasticPlan], tmp_path: Path) -> None:
+def test_training_goes_on_as_undisturbed(
+    flags: tuple[str, ...], count: int, plans: dict[int, ElasticPlan], tmp_path: Path
+) -> None:
     calm = run_job(tmp_path / "calm", flags, count)
     changed = run_job(tmp_path / "changed", flags, count, plans, look=find_stale)
     assert_same_training(changed, calm, plans)
