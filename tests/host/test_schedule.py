@@ -29,7 +29,9 @@ def run(plan: Any, worker: int, **more: Any) -> Fraction:
     route = Route(plan, worker)
     pipeline = RoutedPipeline(None, route, None)  # type: ignore[arg-type]
     counter = PassCounter(lambda *place: None)
-    schedule = route_schedule(stock_schedule, route, pipeline, counter, num_rows=2, per_token_loss=False)
+    schedule = route_schedule(
+        stock_schedule, route, pipeline, counter, num_rows=2, per_token_loss=False, keep_losses=lambda losses: None
+    )
     return schedule(forward_step_func=forward_step, num_microbatches=6, **more)
 
 

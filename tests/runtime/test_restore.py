@@ -21,6 +21,7 @@ from megatron_elas.runtime.state import Fit, WorkerState
 from megatron_elas.runtime.store import ShardStore
 from megatron_elas.runtime.transport.base import Part
 from megatron_elas.runtime.transport.sockets import SocketTransport
+from megatron_elas.runtime.verification.inspection import flat_sums
 from megatron_elas.spec.catalogue import Catalogue, Parameter
 from megatron_elas.spec.errors import EpochChanged, StateInvalid
 from megatron_elas.spec.job import JobSpec
@@ -142,7 +143,10 @@ class Crew:
         executor = self.executors[worker]
         alive = {*plan.placement.workers, *plan.placement.spares}
         base_plan, base = executor._state.stores[0]
-        return executor._restore(base_plan, base, plan, self.settlement(), alive)
+        store, moved_bytes, sent = executor._restore(base_plan, base, plan, self.settlement(), alive)
+        if sent is not None:
+            assert store is not None and sent == flat_sums(store.own.get(VERSION)), "checksums that came with the shard"
+        return store, moved_bytes
 
     def restore_all(self, plan: ElasticPlan) -> dict[int, tuple[ShardStore | None, int]]:
         """All survivors at once; every new owner has all it should have after."""
