@@ -86,7 +86,16 @@ class Worker:
         self._transport.set_addresses(start.addresses)
         communicator = Communicator(self._transport, range(self.job.world_size))
         mode = SnapshotMode.COPY if args.elastic_snapshot == "copy" else SnapshotMode.REPLAY
-        session = Session(environment.worker, start.plan, self._transport, communicator, self._port, self._strike, mode)
+        session = Session(
+            environment.worker,
+            start.plan,
+            self._transport,
+            communicator,
+            self._port,
+            self._strike,
+            mode,
+            args.elastic_snapshot_verify_interval,
+        )
         self._session = session
         log = Log(environment.worker, Path(environment.run_dir), lambda: session.coming_activity)
         try:

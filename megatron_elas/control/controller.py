@@ -20,6 +20,7 @@ from megatron_elas.control.events import AgentLost, Event, PlanMade, PlanRefused
 from megatron_elas.control.launch import Launch
 from megatron_elas.control.messages import (
     AgentHello,
+    CopyDiffered,
     Crashed,
     Failed,
     FaultFired,
@@ -104,6 +105,8 @@ def _worker_spoke(state: Gathering | Training, event: Event, now: float) -> Step
         case LeaveOut() if not isinstance(state, Gathering):
             if event.worker in state.roster.survivors and event.epoch == state.epoch:
                 return recovering.leave_out(state, event, now)
+        case CopyDiffered() if event.worker in state.roster.survivors:
+            return _copy_differed(state, event)
         case Unverified() if isinstance(state, Resuming):
             if event.worker in state.roster.survivors and event.epoch == state.epoch:
                 return recovering.distrust(state, event, now)
@@ -174,6 +177,15 @@ def _crashed(state: State, event: Crashed) -> Step:
         f"workers {twin.worker} and {event.worker} failed in step {event.step} with the same error, which the others "
         f"would run into too ({shorten(event.error)}): mend its cause, then restart from the newest checkpoint",
     )
+
+
+def _copy_differed(state: Gathering | Training, event: CopyDiffered) -> Step:
+    roster = replace(state.roster, copies_replaced=state.roster.copies_replaced + 1)
+    text = (
+        f"the copy of worker {event.owner}'s optimizer state on its backup, worker {event.worker}, differed in "
+        f"{event.slot} before step {event.step} and was sent anew: if this happens again, test the memory of both hosts"
+    )
+    return replace(state, roster=roster), (Note(text=text, warning=True),)
 
 
 def _processes_changed(state: State, event: AgentHello | AgentLost | WorkerExited, now: float) -> Step:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_elas.control.messages import (
     AgentHello,
+    CopyDiffered,
     Crashed,
     Failed,
     FaultFired,
@@ -92,6 +93,7 @@ Event = (
     | Stalled
     | LeaveOut
     | Unverified
+    | CopyDiffered
     | Terminate
     | Tick
     | WorkerExited

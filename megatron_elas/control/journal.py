@@ -42,6 +42,7 @@ _KINDS: dict[str, type[Any]] = {
         Tick,
         WorkerSilent,
         messages.AgentHello,
+        messages.CopyDiffered,
         messages.Crashed,
         messages.Failed,
         messages.FaultFired,
@@ -53,6 +54,7 @@ _KINDS: dict[str, type[Any]] = {
         messages.Settled,
         messages.Stalled,
         messages.Terminate,
+        messages.Unverified,
         messages.WorkerExited,
         messages.WorkerHung,
     )

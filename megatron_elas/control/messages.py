@@ -98,6 +98,18 @@ class LeaveOut(Message, kw_only=True):
     """What it could not do, and why."""
 
 
+class CopyDiffered(Message, kw_only=True):
+    """A copy of another worker's shard was not what that one used; it was replaced."""
+
+    worker: int
+    """Who kept it."""
+    epoch: int
+    owner: int
+    step: int
+    """Before which the two were compared."""
+    slot: str
+
+
 class Unverified(Message, kw_only=True):
     """A check before resuming failed. All workers say so; one of them is enough."""
 
@@ -357,6 +369,7 @@ FromClient = (
     | Stalled
     | LeaveOut
     | Unverified
+    | CopyDiffered
     | Settled
     | Recovered
     | FaultFired

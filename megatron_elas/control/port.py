@@ -6,6 +6,7 @@ import math
 
 from megatron_elas.control.link import ControlLink
 from megatron_elas.control.messages import (
+    CopyDiffered,
     Crashed,
     Failed,
     Finished,
@@ -45,6 +46,10 @@ class LinkPort:
     def leave_out(self, epoch: int, culprit: int, detail: str) -> None:
         """Ask for a new epoch without the activity under way, in which the worker ``culprit`` failed."""
         self._link.send(LeaveOut(worker=self._worker, epoch=epoch, culprit=culprit, detail=detail))
+
+    def copy_differed(self, epoch: int, owner: int, step: int, slot: str) -> None:
+        """A copy kept here was not what its owner used before ``step``, and was replaced."""
+        self._link.send(CopyDiffered(worker=self._worker, epoch=epoch, owner=owner, step=step, slot=slot))
 
     def unverified(self, epoch: int, error: VerificationFailed) -> None:
         """A check before resuming failed: ask for a new epoch with state from elsewhere."""

@@ -45,6 +45,8 @@ class Roster:
     """Exit statuses of the processes that ended; minus the signal number for a signal."""
     faults: Mapping[int, FaultFired] = field(default_factory=dict)
     """The newest scripted fault of each worker."""
+    copies_replaced: int = 0
+    """Copies of shards that differed from what their owners used, while training went on."""
     unverified: frozenset[tuple[str, int]] = frozenset()
     """Checks before resuming that failed once, each with the step that was to be run next."""
     crashes: Mapping[int, Crashed] = field(default_factory=dict)

@@ -28,7 +28,9 @@ def check_injection(state: State, text: str, step_of: Callable[[int], int | None
 
 def describe(state: State, step_of: Callable[[int], int | None], silence_of: Callable[[int], float | None]) -> str:
     """A few lines for people: where the job is, then one line per worker."""
-    return "\n".join([_headline(state), *_worker_lines(state, step_of, silence_of)])
+    replaced = state.roster.copies_replaced
+    copies = [f"copies of optimizer states that differed from their owners and were replaced: {replaced}"]
+    return "\n".join([_headline(state), *(copies if replaced else []), *_worker_lines(state, step_of, silence_of)])
 
 
 def _headline(state: State) -> str:

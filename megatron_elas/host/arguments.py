@@ -45,6 +45,14 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         metavar="N",
         help="Other workers that keep each worker's optimizer state; default: 1.",
     )
+    group.add_argument(
+        "--elastic-snapshot-verify-interval",
+        type=_read_interval,
+        default=100,
+        metavar="STEPS",
+        help="Compare the copies of optimizer states with their owners, by checksums, before every so many steps, and "
+        "send those anew that differ; 0: never; default: 100.",
+    )
     return parser
 
 
@@ -74,6 +82,12 @@ def _read_replicas(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"must be a whole number from 1 up, got '{text}' (none: --elastic-snapshot off)"
         )
+    return int(text)
+
+
+def _read_interval(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"must be a whole number of steps from 0 up, got '{text}'")
     return int(text)
 
 

@@ -170,6 +170,9 @@ class Control(Protocol):
     def latest_epoch(self) -> int:
         """Newest epoch announced so far. Set before the announcement cancels communication."""
 
+    def copy_differed(self, epoch: int, owner: int, step: int, slot: str) -> None:
+        """A copy kept here was not what its owner used before ``step``, and was replaced."""
+
     def unverified(self, epoch: int, error: VerificationFailed) -> None:
         """A check before resuming failed: ask for a new epoch with state from elsewhere."""
 

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_elas.runtime.comparison import BadCopy
 from megatron_elas.runtime.executor import Executor, gather_catalogue, make_store
 from megatron_elas.runtime.ports import Control, FaultPoint, Groups, Host
 from megatron_elas.runtime.snapshots import SnapshotMode, SnapshotPool
@@ -76,6 +77,7 @@ class Session:
         control: Control,
         strike: FaultPoint,
         mode: SnapshotMode = SnapshotMode.REPLAY,
+        verify_interval: int = 0,
     ) -> None:
         self.worker = worker
         self._first_plan: ElasticPlan | None = plan
@@ -85,6 +87,8 @@ class Session:
         self._control = control
         self._strike = strike
         self._mode = mode
+        self._verify_interval = verify_interval
+        """Steps from one comparison of copies with their owners to the next; 0: none."""
         self._pool: SnapshotPool | None = None
         self._state: WorkerState | None = None
         self._executor: Executor | None = None
@@ -140,7 +144,7 @@ class Session:
             fitted=Fit.of(plan, self.worker),
         )
         self._first_plan = None
-        self._pool = SnapshotPool(self._transport, host, self._mode)
+        self._pool = SnapshotPool(self._transport, host, self._mode, self._verify_interval, self._report_copy)
         store = make_store(catalogue, plan, self.worker, self._mode.versions)
         self._state.stores[plan.epoch] = (plan, store)
         self._executor = Executor(
@@ -453,6 +457,10 @@ class Session:
                 self._outcome = (update.step, outcome)
         self._running = None
         self._phase = StepPhase.COMPUTE
+
+    def _report_copy(self, copy: BadCopy) -> None:
+        assert self._state is not None
+        self._control.copy_differed(self._state.plan.epoch, copy.owner, copy.step, copy.slot)
 
     def _report_peer(self, error: BaseException | None) -> None:
         """Tell the controller when a broken link is behind ``error``."""

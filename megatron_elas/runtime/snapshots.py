@@ -12,16 +12,21 @@
 from __future__ import annotations
 
 import enum
+import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from megatron_elas.runtime.channels import SNAPSHOTS
 from megatron_elas.runtime.communicator.buffers import as_bytes
+from megatron_elas.runtime.comparison import BadCopy, compare_copies
 from megatron_elas.runtime.ports import Host, Mirror
 from megatron_elas.runtime.replicator import Replicator
 from megatron_elas.runtime.store import ShardStore
 from megatron_elas.runtime.transport.base import Part, Transport
 from megatron_elas.spec.shards import VERSIONS
 from megatron_elas.spec.transaction import Update
+
+logger = logging.getLogger(__name__)
 
 GRADIENTS = 1 << 17
 """Added to the tag of a step's gradients; steps take the 16 lowest bits."""
@@ -42,7 +47,25 @@ class SnapshotMode(enum.StrEnum):
 class SnapshotPool:
     """Fills and follows the copies in a ShardStore. One per worker; called on its main thread."""
 
-    def __init__(self, transport: Transport, host: Host, mode: SnapshotMode) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        host: Host,
+        mode: SnapshotMode,
+        verify_interval: int = 0,
+        report: Callable[[BadCopy], None] = lambda copy: None,
+    ) -> None:
+        """Make a pool.
+
+        Args:
+            transport: Links to the others.
+            host: Holds the shard in use.
+            mode: How copies are kept.
+            verify_interval: Copies are compared with their owners before every so many steps; 0: never.
+            report: Called with every copy kept here that differed, when it has been replaced.
+        """
+        self._verify_interval = verify_interval
+        self._report = report
         self._transport = transport
         self._host = host
         self.mode = mode
@@ -86,9 +109,11 @@ class SnapshotPool:
             EpochChanged, PeerLost: Cut short.
         """
         self._replicator.wait()
+        self._end_following()
+        if self._verify_interval and step % self._verify_interval == 0:
+            self._compare(store, step)
         if self.mode is SnapshotMode.COPY:
             return
-        self._end_following()
         store.ready = None
         own = store.gradients()
         self._host.read_gradients(own)
@@ -99,6 +124,22 @@ class SnapshotPool:
             [Part(ward, as_bytes(store.gradients(ward))) for ward in store.wards],
         )
         store.ready = step
+
+    def _compare(self, store: ShardStore, step: int) -> None:
+        """Compare the copies of the state before the step with their owners'."""
+        if not (store.backups or store.wards):
+            return
+        kept = step in store.own.held
+        if not kept:
+            self.keep_own(store, step)
+        for copy in compare_copies(store, step, self._transport):
+            logger.warning(
+                "the copy of worker %d's shard kept here differed in %s before step %d and was sent anew",
+                copy.owner, copy.slot, copy.step,
+            )  # fmt: skip
+            self._report(copy)
+        if not kept:
+            store.own.release()
 
     def follow(self, store: ShardStore, update: Update) -> None:
         """The step is sure to be finished: begin to bring the wards' copies to the next version."""

@@ -11,6 +11,7 @@ from megatron_elas.control.commands import MakePlan, Note, ShowRecovery, Tell, T
 from megatron_elas.control.events import AgentLost, PlanMade, Tick, WorkerSilent
 from megatron_elas.control.messages import (
     AgentHello,
+    CopyDiffered,
     Crashed,
     Failed,
     FaultFired,
@@ -30,6 +31,7 @@ from megatron_elas.control.messages import (
     WorkerHung,
 )
 from megatron_elas.control.states import Ended, Gathering, Resuming, Running, Settling, Stopping
+from megatron_elas.control.tools import describe
 from megatron_elas.planner.plan import initial_plan
 from megatron_elas.spec.errors import ExitCode
 from megatron_elas.spec.events import LossReason
@@ -638,6 +640,17 @@ def test_a_failed_check_of_an_older_epoch_or_of_a_lost_worker_is_ignored(running
     before = running.state
     running.send(unverified(1, 0), unverified(3, 1))
     assert running.state == before
+
+
+def test_a_copy_that_differed_is_told_and_counted(running: Director) -> None:
+    commands = running.send(CopyDiffered(worker=1, epoch=0, owner=0, step=100, slot="exp_avg"))
+    [note] = commands
+    assert isinstance(note, Note) and note.warning
+    assert "worker 0's optimizer state on its backup, worker 1, differed in exp_avg before step 100" in note.text
+    assert isinstance(running.state, Running)
+    assert "that differed from their owners and were replaced: 1" in describe(
+        running.state, lambda worker: 0, lambda worker: None
+    )
 
 
 def test_state_in_the_layout_of_an_unknown_plan_is_invalid(running: Director) -> None:

@@ -88,8 +88,10 @@ class Job:
         mode: SnapshotMode = SnapshotMode.REPLAY,
         copies: int = 1,
         lanes: int = 1,
+        verify_interval: int = 0,
     ) -> None:
         self.mode = mode
+        self.verify_interval = verify_interval
         self.spec = JobSpec(
             tensor_parallel=lanes,
             pipeline_parallel=stages,
@@ -105,6 +107,8 @@ class Job:
         self.lost: set[int] = set()
         self.finished: set[int] = set()
         self.ended: StateInvalid | None = None
+        self.replaced: list[tuple[int, int, int, str]] = []
+        """Copies that differed: who kept it, owner, step, slot."""
         self.unverified: list[VerificationFailed] = []
         """Since the beginning; a real controller forgets them with the outage."""
         self.recovered: dict[int, list[RecoveryReport]] = defaultdict(list)
@@ -242,7 +246,14 @@ class ToyWorker:
         self.world = self.communicator.open_group("0", world)
         self.replicas = self.communicator.open_group("1", self.members(self.job.plan))
         self.session = Session(
-            self.id, self.job.plan, self.transport, self.communicator, self, self.strike, self.job.mode
+            self.id,
+            self.job.plan,
+            self.transport,
+            self.communicator,
+            self,
+            self.strike,
+            self.job.mode,
+            self.job.verify_interval,
         )
         self.shard = torch.zeros(self.layout(self.job.plan).flat_numel)
         self.parameters = torch.zeros(NUMEL)
@@ -482,6 +493,9 @@ class ToyWorker:
     def leave_out(self, epoch: int, culprit: int, detail: str) -> None:
         self.job.leave_out(epoch)
 
+    def copy_differed(self, epoch: int, owner: int, step: int, slot: str) -> None:
+        self.job.replaced.append((self.id, owner, step, slot))
+
     def unverified(self, epoch: int, error: VerificationFailed) -> None:
         self.job.distrust(epoch, error)
 
@@ -534,9 +548,10 @@ def job_of(
     mode: SnapshotMode = SnapshotMode.REPLAY,
     copies: int = 1,
     lanes: int = 1,
+    verify_interval: int = 0,
 ) -> Iterator[Job]:
     """A job whose links are closed at the end."""
-    job = Job(folder, stages=stages, rows=rows, mode=mode, copies=copies, lanes=lanes)
+    job = Job(folder, stages=stages, rows=rows, mode=mode, copies=copies, lanes=lanes, verify_interval=verify_interval)
     try:
         yield job
     finally:

@@ -567,6 +567,40 @@ def test_a_copy_that_differs_from_its_owner_is_made_anew(tmp_path: Path) -> None
         check_end(job, STEPS)
 
 
+@pytest.mark.parametrize("mode", SnapshotMode)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_copy_that_came_to_differ_is_found_while_training_goes_on_and_can_be_gone_on_from_then(
+    copies: int, mode: SnapshotMode, tmp_path: Path
+) -> None:
+    with job_of(tmp_path, mode=mode, copies=copies, verify_interval=2) as job:
+        owner = 2
+        backup = job.plan.backup_of(owner)
+        assert backup is not None
+        keeper = job.workers[backup]
+
+        def spoil() -> None:
+            state, pool = keeper.session._state, keeper.session._pool
+            assert state is not None and pool is not None
+            pool.wait()  # whole copies on their way
+            pool._end_following()
+            kept = state.store.wards[owner]
+            kept.get(max(kept.held))[1] += 0.5
+
+        keeper.hooks["forward", 2] = spoil
+        job.workers[owner].hooks["forward", 4] = job.workers[owner].vanish
+        job.run(steps=STEPS)
+        assert job.replaced == [(backup, owner, 2, "master")]
+        check_end(job, STEPS)
+
+
+def test_copies_that_do_not_differ_are_not_replaced(tmp_path: Path) -> None:
+    with job_of(tmp_path, stages=2, rows=2, verify_interval=1) as job:
+        job.workers[3].hooks["forward", 3] = job.workers[3].vanish
+        job.run(steps=STEPS)
+        assert job.replaced == []
+        check_end(job, STEPS)
+
+
 def test_a_cancelled_step_keeps_nothing_in_memory_while_others_are_waited_for(tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
         alive: list[object] = []
