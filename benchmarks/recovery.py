@@ -9,6 +9,7 @@ variants taking turns, on this machine's CPU. Takes about ten minutes on two idl
     steady and recovery, tiny Llama, for every grid:
     elastic_on_vs_stock@GRID     step time with --elastic / stock Megatron on gloo
     recovery_beyond_step_s@GRID  fault to the next committed step, less one normal step of the grid that is left
+    verify_share@GRID            the checks before resuming / the recovery up to its first step, which is left out
     recovery_vs_restart@GRID     work lost to a restart by torchrun from the last checkpoint / work lost to us
 
     copies, a larger model on P 2 x D 2:
@@ -106,6 +107,9 @@ def measure_recovery(folder: Path, grid: Grid, kills: int, restarts: int) -> Non
         print(f"    {phase:>10}  {statistics.median(table[phase] for table in tables):8.1f}")
     ours_s = statistics.median(beyond_s)
     print(f"RESULT recovery_beyond_step_s@{grid}={ours_s:.3f} s", flush=True)
+
+    shares = [table["verify"] / (table["total"] - table["first_step"]) for table in tables]
+    print(f"RESULT verify_share@{grid}={statistics.median(shares):.3f} ratio", flush=True)
 
     restarts_s = [lose_and_restart(folder / f"{grid}-restart{turn}", grid.workers, flags) for turn in range(restarts)]
     print(f"{grid}: lost to a restart {format_all(restarts_s, 2)} s, to a recovery {format_all(beyond_s, 3)} s")
