@@ -121,7 +121,8 @@ class Unverified(Message, kw_only=True):
     """The step that was to be run next."""
     sentence: str
     renewable: bool = False
-    """Only copies on backups are bad, and were dropped: what the survivors use is good."""
+    """Only copies on backups are bad, or lost workers have other backups than those that were used; what is bad was
+    dropped, so that it is worth another try with what is left."""
 
 
 class Settled(Message, kw_only=True):

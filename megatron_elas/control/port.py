@@ -56,7 +56,7 @@ class LinkPort:
         self._link.send(
             Unverified(
                 worker=self._worker, epoch=epoch, check=error.check, step=error.step, sentence=str(error),
-                renewable=bool(error.mirrors),
+                renewable=error.renewable,
             )
         )  # fmt: skip
 

@@ -62,7 +62,7 @@ def leave_out(state: Training, event: LeaveOut, now: float) -> Step:
 
 def distrust(state: Resuming, event: Unverified, now: float) -> Step:
     """A check failed: start a new epoch with the same workers and state from elsewhere, but not twice for one cause."""
-    place = (event.check, event.step)
+    place = (event.check, event.step, event.renewable)
     if place in state.roster.unverified:
         return stop(
             state,
@@ -76,7 +76,11 @@ def distrust(state: Resuming, event: Unverified, now: float) -> Step:
         distrusted=state.outage.distrusted or not event.renewable,
     )
     roster = replace(state.roster, unverified=state.roster.unverified | {place})
-    remedy = "the copies are made anew" if event.renewable else "the newest checkpoint is to take the state's place"
+    remedy = (
+        "other copies are to take its place"
+        if event.renewable
+        else "the newest checkpoint is to take the state's place"
+    )
     settling, quiesce, planning = _begin_epoch(replace(state, roster=roster, outage=outage), (), (), now)
     return settling, (quiesce, planning, Note(text=f"{event.sentence}; {remedy}", warning=True))
 

@@ -47,8 +47,9 @@ class Roster:
     """The newest scripted fault of each worker."""
     copies_replaced: int = 0
     """Copies of shards that differed from what their owners used, while training went on."""
-    unverified: frozenset[tuple[str, int]] = frozenset()
-    """Checks before resuming that failed once, each with the step that was to be run next."""
+    unverified: frozenset[tuple[str, int, bool]] = frozenset()
+    """Checks before resuming that failed once, each with the step that was to be run next and whether another try with
+    what the survivors hold was possible."""
     crashes: Mapping[int, Crashed] = field(default_factory=dict)
     """Of the workers that said which error they end because of."""
 

@@ -139,7 +139,7 @@ class Executor:
             marks["rebuild"] = time.time()
             self._pool.wait()
             self._strike(place, "recovery-verify", None)
-            self._verify(plan, store, settlement.resume_step, sent)
+            self._verify(plan, store, settlement.resume_step, sent, base, _replaceable(base_plan, settlement, alive))
             marks["verify"] = time.time()
         else:
             state.fitted = None
@@ -242,7 +242,15 @@ class Executor:
         host.sync_parameters()
         self._pool.keep_own(store, step)
 
-    def _verify(self, plan: ElasticPlan, store: ShardStore, version: int, sent: Sums | None) -> None:
+    def _verify(
+        self,
+        plan: ElasticPlan,
+        store: ShardStore,
+        version: int,
+        sent: Sums | None,
+        base: ShardStore | None,
+        borrowed: tuple[tuple[int, int], ...],
+    ) -> None:
         """Compare what must fit together across workers. Every seated worker calls it; it is also the barrier
         after which the new layout counts.
 
@@ -258,14 +266,28 @@ class Executor:
             expected={parameter.name: parameter.count for parameter in parameters},
             sent=sent,
             source=store.own.get(version),
+            borrowed=borrowed,
             mirrors={
                 ward: Copy(layout=store.ward_layouts[ward], flat=copies.get(version))
                 for ward, copies in store.wards.items()
             },
         )
-        verify(
-            plan,
-            evidence,
-            self._groups.all_gather_rows,
-            drop=lambda owner: store.wards[owner].forget_after(version - 1),
-        )
+
+        def drop(owner: int) -> None:
+            for copies in (store.wards.get(owner), None if base is None else base.wards.get(owner)):
+                if copies is not None:
+                    copies.forget_after(version - 1)
+
+        verify(plan, evidence, self._groups.all_gather_rows, drop)
+
+
+def _replaceable(
+    base_plan: ElasticPlan | None, settlement: Settlement, alive: Collection[int]
+) -> tuple[tuple[int, int], ...]:
+    """Pairs (lost owner, backup) of the copies that are used, if every such owner has another backup that lives."""
+    if base_plan is None or settlement.checkpoint is not None:
+        return ()
+    for owner, holder in settlement.holders:
+        if not any(backup in alive and backup != holder for backup in base_plan.backups_of(owner)):
+            return ()
+    return settlement.holders

@@ -62,14 +62,29 @@ class VerificationFailed(StateInvalid):
     """A check before resuming failed. Raised on all workers alike; they go on from another source, if there is one.
 
     ``check`` is its name and ``step`` the step that was to be run next. ``mirrors`` are pairs (owner, backup) of copies
-    that are bad while all else is well.
+    that are bad while all else is well, and ``another_source`` says that lost workers have other backups than those
+    whose copies were used. Both were dropped, so that with what is left it is worth another try.
     """
 
-    def __init__(self, sentence: str, *, check: str, step: int, mirrors: tuple[tuple[int, int], ...] = ()) -> None:
+    def __init__(
+        self,
+        sentence: str,
+        *,
+        check: str,
+        step: int,
+        mirrors: tuple[tuple[int, int], ...] = (),
+        another_source: bool = False,
+    ) -> None:
         super().__init__(sentence)
         self.check = check
         self.step = step
         self.mirrors = mirrors
+        self.another_source = another_source
+
+    @property
+    def renewable(self) -> bool:
+        """Whether the survivors may hold what is needed."""
+        return bool(self.mirrors) or self.another_source
 
 
 class WrongVersion(ElasticError):

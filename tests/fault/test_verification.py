@@ -102,7 +102,7 @@ def test_a_bad_copy_beside_a_sound_owner_is_made_anew(
     monkeypatch.setenv("ELAS_TEST_SPOIL", "diverged_backup@1")
     run = run_job(tmp_path / "run", GRID, workers=4, faults=[FAULT], steps=STEPS)
     assert run.fired == [FAULT] and "planted: diverged_backup on worker 1" in run.output
-    assert failed_checks(run) == ["contents"] and "the copies are made anew" in run.output
+    assert failed_checks(run) == ["contents"] and "other copies are to take its place" in run.output
     assert_same_training(run, calm["fp32"])
 
 

@@ -161,7 +161,7 @@ class Job:
                 self.plans[self.epoch] = plan
                 said = [reports[worker] for worker in self.survivors]
                 try:
-                    if any(not error.mirrors for error in self.unverified):
+                    if any(not error.renewable for error in self.unverified):
                         raise StateInvalid(str(self.unverified[-1]))
                     settlement = settle(said, self.plans, self.decided)
                     self.decided = settlement.commit

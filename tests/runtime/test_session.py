@@ -549,6 +549,19 @@ def test_a_shard_that_does_not_stand_the_checks_ends_a_job_without_a_checkpoint(
             job.run(steps=STEPS)
 
 
+def test_a_shard_that_does_not_stand_the_checks_is_restored_from_the_second_backup(tmp_path: Path) -> None:
+    with job_of(tmp_path, rows=4, copies=2) as job:
+        job.workers[2].hooks["forward", 3] = job.workers[2].vanish
+        before_checks(job.workers[0], spoil_shard(job.workers[0]))
+        job.run(steps=STEPS, between=save_after(1))
+        assert [(error.check, error.another_source) for error in job.unverified] == [("contents", True)]
+        backups = job.plan.backups_of(2)
+        first, second = (dict(job.orders[epoch].settlement.holders)[2] for epoch in (1, 2))
+        assert {first, second} == set(backups) and len(backups) == 2
+        assert [job.workers[worker].loaded for worker in job.survivors] == [[], [], []], "no checkpoint is read"
+        check_end(job, STEPS)
+
+
 def test_a_copy_that_differs_from_its_owner_is_made_anew(tmp_path: Path) -> None:
     with job_of(tmp_path, stages=2, rows=2) as job:
         keeper = job.workers[1]

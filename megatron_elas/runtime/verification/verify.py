@@ -48,6 +48,9 @@ class Evidence:
     """The flat shard that the state in use was filled from, if it was filled."""
     mirrors: Mapping[int, Copy] = field(default_factory=dict)
     """By owner, complete with the version."""
+    borrowed: tuple[tuple[int, int], ...] = ()
+    """Pairs (lost owner, backup) whose copies the state was restored from, if every such owner has another backup that
+    lives; the same on all workers."""
 
     def row(self, plan: ElasticPlan) -> Row:
         """For the exchange."""
@@ -88,8 +91,8 @@ def verify(plan: ElasticPlan, evidence: Evidence, gather: Gather, drop: Callable
         plan: The plan that begins.
         evidence: What this worker brings.
         gather: Exchanges rows.
-        drop: Called with the owner of a copy kept here that is bad while all else is well. It is called before anybody
-            can have told the controller, who may end the epoch at once.
+        drop: Called with the owner of a copy kept here that is bad, or was used in vain while there is another one.
+            Before anybody can have told the controller, who may end the epoch at once.
 
     Raises:
         VerificationFailed: Something does not fit; on all workers, with the same sentence.
@@ -103,7 +106,8 @@ def verify(plan: ElasticPlan, evidence: Evidence, gather: Gather, drop: Callable
         return
     first = failures[0]
     mirrors = first.mirrors if len(failures) == 1 else ()
-    for owner, backup in mirrors:
+    borrowed = () if mirrors else evidence.borrowed
+    for owner, backup in (*mirrors, *borrowed):
         if backup == evidence.worker:
             drop(owner)
     name = _find_name(plan, first, evidence, rows, gather)
@@ -114,6 +118,7 @@ def verify(plan: ElasticPlan, evidence: Evidence, gather: Gather, drop: Callable
         check=str(first.check),
         step=evidence.version,
         mirrors=mirrors,
+        another_source=bool(borrowed),
     )
 
 
