@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ COST = {
 def test_prints_of_pieces_add_up_however_a_parameter_is_cut() -> None:
     whole = torch.randn(3, 100)
     for cuts in ([0, 100], [0, 1, 100], [0, 30, 31, 77, 100]):
-        parts = [{"w": print_piece(a, whole[:, a:b])} for a, b in zip(cuts, cuts[1:], strict=False)]
+        parts = [{"w": print_piece(a, whole[:, a:b])} for a, b in itertools.pairwise(cuts)]
         assert add_prints(parts) == {"w": print_piece(0, whole)}
 
 
