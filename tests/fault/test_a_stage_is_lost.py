@@ -163,3 +163,12 @@ def test_evaluation_and_saving_go_on_with_fewer_stages(tmp_path: Path) -> None:
     for step in (0, 2, 3):
         assert stock.losses[step] == pytest.approx(calm.losses[12 + step], rel=1e-5)
     assert_same_norms(stock.gradient_norms, calm.gradient_norms[12:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", [6, 7])
+def test_a_spare_that_was_idle_for_steps_gets_a_seat_again(second: int, calm: dict[str, Run], tmp_path: Path) -> None:
+    """Worker 5 is lost and 4 is a spare; four steps later its stage loses another one, whose mate joins it."""
+    run = lose("cells-of-2", [kill(5, 4), kill(second, 8)], tmp_path)
+    assert_same_model(run, calm["cells-of-2"])
+    assert {4, 13 - second} <= run.recoveries[max(run.recoveries)], "the cell mates of the lost have no seat"
