@@ -1,0 +1,835 @@
+"""The whole protocol as a value: modelled workers, messages under way, and the real controller, planner and settling.
+
+``World.actions`` lists what may happen next, ``World.after`` gives the world in which it has happened, and checks in
+it what must hold. Nothing is random and nothing has a clock, so a walk through worlds can be searched or replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from megatron_elas.control.commands import Command, MakePlan, Tell, TellAgent
+from megatron_elas.control.controller import step as control_step
+from megatron_elas.control.events import Event, PlanMade, PlanRefused, Tick, WorkerSilent
+from megatron_elas.control.messages import (
+    Finished,
+    KillWorker,
+    PeerUnreachable,
+    Quiesce,
+    Recover,
+    Recovered,
+    Settled,
+    WorkerExited,
+    decode_from_client,
+    decode_to_worker,
+    encode,
+)
+from megatron_elas.control.service import make_plan
+from megatron_elas.control.states import Ended, Resuming, Running, Settling, State, Stopping
+from megatron_elas.spec.errors import ExitCode
+from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.plan import ElasticPlan, Settlement
+from megatron_elas.spec.report import RecoveryReport
+from megatron_elas.spec.transaction import FOLLOWS, StepPhase, Update
+from tests.control.jobs import Director
+from tests.control.worker_model import (
+    BETWEEN,
+    STEP,
+    History,
+    Mode,
+    Place,
+    Store,
+    Worker,
+    advance_ward,
+    describe,
+    find_version,
+    finish_open_step,
+    keeps_shard,
+    replicas_of,
+    seated_in,
+    settle_report,
+    sources_of,
+    stop_of,
+    wards_of,
+)
+
+Action = tuple[str, int, int]
+"""Kind, and two numbers: a worker, and what the kind says."""
+
+BETWEEN_PLACES = frozenset({Place.SETTLED, Place.SPARE, Place.FINISHED})
+"""Where the main thread waits for the controller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What may happen in a world; fixed."""
+
+    job: JobSpec
+    program: tuple[str, ...]
+    mode: Mode
+    upstream_at_once: bool = False
+    """Messages to the controller arrive when they are sent, but for news of deaths; and plans are made in no time."""
+    links_break: bool = False
+    """Also between living workers."""
+
+
+class Table:
+    """Controller states by number, and what follows from each event: worlds then compare numbers, not states."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._states: list[State] = []
+        self._steps: dict[tuple[int, object, float], tuple[int, tuple[Command, ...]]] = {}
+
+    def number(self, state: State) -> int:
+        """The number of the state."""
+        number = self._numbers.setdefault(repr(state), len(self._states))
+        if number == len(self._states):
+            self._states.append(state)
+        return number
+
+    def state(self, number: int) -> State:
+        """The state of the number."""
+        return self._states[number]
+
+    def step(self, number: int, key: object, event: Event, now: float) -> tuple[int, tuple[Command, ...]]:
+        """What the controller makes of the event."""
+        if (number, key, now) not in self._steps:
+            state, commands = control_step(self._states[number], event, now)
+            self._steps[number, key, now] = self.number(state), tuple(commands)
+        return self._steps[number, key, now]
+
+
+Post = tuple[int, str, int, int]
+"""Epoch, kind, number (step, version or activity) and worker of a contribution."""
+
+Parcel = tuple[Post, tuple[tuple[int, History], ...]]
+"""A contribution with shards by owner."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A moment."""
+
+    rules: Rules = field(compare=False)
+    table: Table = field(compare=False)
+    workers: tuple[Worker, ...]
+    controller: int
+    now: float
+    upstream: tuple[str | PlanMade | PlanRefused, ...] = ()
+    """Messages on their way to the controller, as text, and answers of the planner; in no order."""
+    downstream: tuple[tuple[int, str], ...] = ()
+    """Messages on their way to workers, oldest first."""
+    posts: frozenset[Post] = frozenset()
+    parcels: frozenset[Parcel] = frozenset()
+    doomed: frozenset[int] = frozenset()
+    """Workers whose agents were told to kill them."""
+    settled_on: tuple[int, int, int] | None = None
+    """Base epoch, resume step and committed step (-1: none) of the last settlement of this outage."""
+
+    # ------------------------------------------------------------ views
+
+    @property
+    def state(self) -> State:
+        """The controller's."""
+        return self.table.state(self.controller)
+
+    @property
+    def over(self) -> bool:
+        """Nothing that matters happens any more: the job ends, or has been done."""
+        return isinstance(self.state, Stopping | Ended) or bool(self.state.roster.finished)
+
+    @property
+    def living(self) -> tuple[Worker, ...]:
+        """Processes that run and are not lost."""
+        survivors = self.state.roster.survivors
+        return tuple(worker for worker in self.workers if worker.alive and worker.me in survivors)
+
+    def have_posted(self, kind: str, number: int, epoch: int, workers: Iterable[int]) -> bool:
+        """Whether all of them have contributed."""
+        return all((epoch, kind, number, worker) in self.posts for worker in workers)
+
+    def parcel(self, kind: str, number: int, epoch: int, owner: int) -> History | None:
+        """The owner's shard, if somebody has sent it."""
+        for (in_epoch, of_kind, of_number, _), shards in self.parcels:
+            if (in_epoch, of_kind, of_number) == (epoch, kind, number):
+                for of_owner, history in shards:
+                    if of_owner == owner:
+                        return history
+        return None
+
+    # ------------------------------------------------------------ what may happen
+
+    def actions(self) -> list[Action]:
+        """Everything that goes on by itself; faults are extra."""
+        if self.over:
+            return []
+        found: list[Action] = []
+        for worker in self.workers:
+            if worker.alive:
+                me = worker.me
+                if self._advance(worker) is not None:
+                    found.append(("advance", me, 0))
+                if worker.quiesced > max(worker.epoch, worker.settling) and worker.place is not Place.FINISHED:
+                    found.append(("unwind", me, 0))
+                found += [("follow", me, ward) for ward in worker.following]
+                found += [("arrive", me, ward) for ward in self._arriving(worker)]
+        found += [("hear", me, 0) for me in sorted({me for me, _ in self.downstream})]
+        found += [("tell", index, 0) for index in range(len(self.upstream))]
+        found += [("fence", me, 0) for me in sorted(self.doomed)]
+        return found
+
+    def faults(self) -> list[Action]:
+        """Kills, and what else may go wrong."""
+        if self.over:
+            return []
+        found: list[Action] = [("kill", worker.me, 0) for worker in self.workers if worker.alive]
+        if self.rules.links_break:
+            for worker in self.living:
+                peers = self.state.roster.survivors
+                found += [("break", worker.me, peer) for peer in peers if peer != worker.me]
+                found += [("silence", worker.me, 0), ("kill mutely", worker.me, 0)]
+            if isinstance(self.state, Settling | Resuming):
+                found.append(("deadline", 0, 0))
+            found += [("repeat", index, 0) for index in range(len(self.upstream))]
+            found += [("repeat order", index, 0) for index in range(len(self.downstream))]
+        return found
+
+    def after(self, action: Action) -> World:
+        """The world in which it has happened; AssertionError when that is not allowed to be."""
+        kind, first, second = action
+        match kind:
+            case "advance":
+                world = self._advance(self.workers[first])
+                assert world is not None
+            case "unwind":
+                world = self._unwind(self.workers[first])
+            case "follow":
+                world = self._put(_follow(self.workers[first], second))
+            case "arrive":
+                world = self._arrive(self.workers[first], second)
+            case "hear":
+                world = self._hear(first)
+            case "tell":
+                message = self.upstream[first]
+                world = replace(self, upstream=self.upstream[:first] + self.upstream[first + 1 :])._tell(message)
+            case "kill" | "fence":
+                world = self._kill(first)
+            case "kill mutely":
+                world = self._kill(first, mutely=True)
+            case "break":
+                world = self._break(first, second)
+            case "silence":
+                world = self._step(WorkerSilent(worker=first, silent_s=11.0), key=action)
+            case "deadline":
+                world = self._deadline()
+            case "repeat":
+                world = replace(self, upstream=(*self.upstream, self.upstream[first]))
+            case "repeat order":
+                world = replace(self, downstream=(*self.downstream, self.downstream[first]))
+            case _:
+                raise ValueError(kind)
+        world.check()
+        return world
+
+    # ------------------------------------------------------------ faults
+
+    def _kill(self, me: int, *, mutely: bool = False) -> World:
+        """It is gone, what it had sent is not, unless all that was on its way to the controller is lost as well."""
+        victim = self.workers[me]
+        upstream = self.upstream
+        if mutely:
+            own = ('"worker":%d,' % me, '"worker":%d}' % me)
+            upstream = tuple(m for m in upstream if not isinstance(m, str) or not any(mark in m for mark in own))
+        # What it reported last may still be decided on; the rest of it nobody can know.
+        dead = replace(
+            Worker(me=me, plan=victim.plan, live=None, stores=(), base_plans=()),
+            alive=False,
+            stores=victim.stores if victim.place is Place.SETTLED else (),
+            base_plans=victim.base_plans if victim.place is Place.SETTLED else (),
+            settling=victim.settling,
+        )
+        world = self._put(dead)
+        world = replace(
+            world,
+            upstream=upstream,
+            downstream=tuple(entry for entry in self.downstream if entry[0] != me),
+            doomed=self.doomed - {me},
+        )
+        return world._send(WorkerExited(worker=me, status=-9, at_s=0.0), late=True)
+
+    def _break(self, me: int, peer: int) -> World:
+        worker = self.workers[me]
+        if worker.place in BETWEEN_PLACES or worker.cut:
+            return self
+        world = self._put(replace(worker, cut=True))
+        return world._send(PeerUnreachable(worker=me, epoch=worker.epoch, peer=peer, detail="broke"))
+
+    def _deadline(self) -> World:
+        state = self.state
+        assert isinstance(state, Settling | Resuming)
+        return replace(self, now=max(self.now, state.deadline_s))._step(Tick(), key="tick")
+
+    # ------------------------------------------------------------ messages
+
+    def _send(self, message: object, *, late: bool = False) -> World:
+        text = encode(message)  # type: ignore[arg-type]
+        if self.rules.upstream_at_once and not late:
+            return self._tell(text)
+        return replace(self, upstream=tuple(sorted((*self.upstream, text), key=repr)))
+
+    def _tell(self, message: str | PlanMade | PlanRefused) -> World:
+        event = _read_upstream(message) if isinstance(message, str) else message
+        return self._step(event, key=message)
+
+    def _step(self, event: Event, key: object) -> World:
+        """Let the real controller act."""
+        before = self.state
+        number, commands = self.table.step(self.controller, key, event, self.now)
+        world = replace(self, controller=number)
+        training = [state for state in (before, world.state) if isinstance(state, Running | Settling | Resuming)]
+        epochs = [state.epoch for state in training if not state.roster.finished]  # after the end none begins
+        assert epochs == sorted(epochs), f"an epoch went back: {epochs}"
+        if isinstance(world.state, Running) and not isinstance(before, Running):
+            world = replace(world, settled_on=None)
+        if isinstance(world.state, Stopping) and not isinstance(before, Stopping | Ended):
+            self._check_end(before, world.state)
+        for command in commands:
+            match command:
+                case Tell(workers=workers, message=message):
+                    if isinstance(message, Recover):
+                        world = world._check_settlement(before, message)
+                    if isinstance(message, Quiesce | Recover):
+                        text = encode(message)
+                        orders = tuple((me, text) for me in workers if self.workers[me].alive)
+                        world = replace(world, downstream=(*world.downstream, *orders))
+                case TellAgent(message=KillWorker(worker=victim)):
+                    if self.workers[victim].alive:
+                        world = replace(world, doomed=world.doomed | {victim})
+                case MakePlan():
+                    answer = make_plan(command)
+                    answer = replace(answer, seconds=0.0) if isinstance(answer, PlanMade) else answer
+                    if self.rules.upstream_at_once:
+                        world = world._tell(answer)
+                    else:
+                        world = replace(world, upstream=(*world.upstream, answer))
+                case _:
+                    pass
+        return world
+
+    def _hear(self, me: int) -> World:
+        """The worker's link thread reads one message."""
+        index = next(i for i, (to, _) in enumerate(self.downstream) if to == me)
+        message = _read_downstream(self.downstream[index][1])
+        worker = self.workers[me]
+        if isinstance(message, Quiesce):
+            worker = replace(worker, quiesced=max(worker.quiesced, message.epoch))
+        else:
+            worker = replace(worker, order=message)
+        downstream = self.downstream[:index] + self.downstream[index + 1 :]
+        return replace(self, downstream=downstream)._put(worker)
+
+    # ------------------------------------------------------------ workers
+
+    def _put(self, worker: Worker) -> World:
+        workers = tuple(worker if other.me == worker.me else other for other in self.workers)
+        return replace(self, workers=workers)
+
+    def _post(self, worker: Worker, kind: str, number: int) -> World:
+        post = (worker.epoch, kind, number, worker.me)
+        return replace(self, posts=self.posts | {post})
+
+    def _parcel(self, worker: Worker, kind: str, number: int, shards: Iterable[tuple[int, History]]) -> World:
+        post = (worker.epoch, kind, number, worker.me)
+        return replace(self, parcels=self.parcels | {(post, tuple(shards))})
+
+    def _advance(self, worker: Worker) -> World | None:
+        """The main thread's next stretch, or None when it waits."""
+        place = worker.place
+        if place is Place.APPLY:
+            return self._apply(worker)
+        if place is Place.SETTLED:
+            order = worker.order
+            ordered = order is not None and order.plan.epoch == worker.settling == worker.quiesced
+            return self._adopt(worker, order) if ordered and order is not None else None
+        if worker.interrupted or place in BETWEEN_PLACES:
+            return None
+        return _STRETCHES[place](self, worker)
+
+    def _go_on(self, worker: Worker) -> World:
+        """Run steps until the activity's version is there, then end the activity."""
+        program, activity = self.rules.program, worker.activity
+        assert worker.live is not None
+        if len(worker.live) < stop_of(program, activity):
+            return self._begin_step(worker)
+        if program[activity] == STEP:
+            step = stop_of(program, activity) - 1
+            assert worker.outcome == step, f"worker {worker.me} leaves step {step} with the result of {worker.outcome}"
+            if self.rules.mode is Mode.REPLAY:
+                before = worker.counted
+                assert worker.live[: len(before)] == before, f"worker {worker.me} counted {before}, has {worker.live}"
+            left = replace(worker, counted=worker.live, activity=activity + 1, place=Place.ENTER)
+            return self._put(left)
+        world = self
+        if worker.owes_report:
+            world, worker = self._report_recovery(worker)
+        if worker.done and worker.lead > activity:
+            return world._leave_barrier(worker)
+        worker = replace(worker, done=True, place=Place.BARRIER)
+        return world._post(worker, "barrier", activity)._put(worker)
+
+    def _report_recovery(self, worker: Worker) -> tuple[World, Worker]:
+        worker = replace(worker, owes_report=False)
+        report = RecoveryReport(worker=worker.me, epoch=worker.epoch, resume_step=len(worker.live or ()))
+        return self._put(worker)._send(Recovered(report=report)), worker
+
+    def _begin_step(self, worker: Worker) -> World:
+        assert worker.live is not None
+        step, store = len(worker.live), replace(worker.store, ready=None)
+        copied = find_version(store.kept, step) is not None
+        wards = wards_of(worker.plan, worker.me)
+        if self.rules.mode is Mode.COPY:
+            needed = not copied
+        else:
+            needed = store.update is None and not copied and bool(wards or worker.plan.backups_of(worker.me))
+        world = self
+        if needed:
+            store = replace(store, kept=(*store.kept, worker.live)[-2:])
+            for ward in wards:  # the buffer of the version before last is filled anew
+                left = tuple(copy for copy in store.ward(ward) if len(copy) > step - 2)
+                store = store.with_ward(ward, left)
+            worker = replace(worker, receiving=step if wards else None)
+            world = self._parcel(worker, "copy", step, [(worker.me, worker.live)])
+        worker = worker.with_store(worker.epoch, store)
+        if not worker.copied:
+            return world._put(replace(worker, place=Place.SEED))
+        return world._compute(worker)
+
+    def _compute(self, worker: Worker) -> World:
+        assert worker.live is not None
+        step = len(worker.live)
+        worker = replace(worker, place=Place.COMPUTE, phase=StepPhase.COMPUTE, running=step)
+        return self._post(worker, "compute", step)._put(worker)
+
+    def _seed(self, worker: Worker) -> World | None:
+        if worker.receiving is not None:
+            return None
+        assert worker.live is not None
+        worker = replace(worker, place=Place.SEEDED)
+        return self._post(worker, "seeded", len(worker.live))._put(worker)
+
+    def _seeded(self, worker: Worker) -> World | None:
+        assert worker.live is not None
+        if not self.have_posted("seeded", len(worker.live), worker.epoch, seated_in(worker.plan)):
+            return None
+        return self._compute(replace(worker, copied=True))
+
+    def _arriving(self, worker: Worker) -> list[int]:
+        """Wards whose whole copies can come in now."""
+        if worker.receiving is None or worker.interrupted:
+            return []
+        return [
+            ward
+            for ward in wards_of(worker.plan, worker.me)
+            if find_version(worker.store.ward(ward), worker.receiving) is None
+            and self.parcel("copy", worker.receiving, worker.epoch, ward) is not None
+        ]
+
+    def _arrive(self, worker: Worker, ward: int) -> World:
+        assert worker.receiving is not None
+        version = worker.receiving
+        copy = self.parcel("copy", version, worker.epoch, ward)
+        assert copy is not None
+        store = worker.store.with_ward(ward, (*worker.store.ward(ward), copy))
+        missing = [w for w in wards_of(worker.plan, worker.me) if find_version(store.ward(w), version) is None]
+        worker = replace(worker.with_store(worker.epoch, store), receiving=version if missing else None)
+        return self._put(worker)
+
+    def _reduce(self, worker: Worker) -> World | None:
+        """Gradients are reduced: they go to the backups."""
+        step = worker.running
+        assert step is not None
+        if worker.following or worker.receiving is not None:
+            return None
+        if not self.have_posted("compute", step, worker.epoch, replicas_of(worker.plan, worker.me)):
+            return None
+        worker = _enter(worker, StepPhase.REDUCE)
+        if self.rules.mode is Mode.COPY:
+            worker = replace(worker, place=Place.NORM)
+            return self._post(worker, "norm", step)._put(worker)
+        store = replace(worker.store, ready=None).with_gradient(worker.me, (step, worker.epoch))
+        worker = replace(worker.with_store(worker.epoch, store), place=Place.DUTY)
+        return self._post(worker, "gradient", step)._put(worker)
+
+    def _duty(self, worker: Worker) -> World | None:
+        """The wards' gradients come in: now the worker may join the norm."""
+        step, wards = worker.running, wards_of(worker.plan, worker.me)
+        assert step is not None
+        if not self.have_posted("gradient", step, worker.epoch, wards):
+            return None
+        store = replace(worker.store, ready=step)
+        for ward in wards:
+            store = store.with_gradient(ward, (step, worker.epoch))
+        worker = replace(worker.with_store(worker.epoch, store), place=Place.NORM)
+        return self._post(worker, "norm", step)._put(worker)
+
+    def _norm(self, worker: Worker) -> World | None:
+        """PREPARED, and on to the optimizer."""
+        step = worker.running
+        assert step is not None
+        if not self.have_posted("norm", step, worker.epoch, seated_in(worker.plan)):
+            return None
+        store = replace(worker.store, update=Update(step=step, norm=float(worker.epoch)))
+        worker = _enter(_enter(worker, StepPhase.PREPARED), StepPhase.APPLY)
+        assert worker.live is not None
+        if self.rules.mode is Mode.COPY:
+            worker = replace(worker, working=worker.live, live=None)
+        else:
+            worker = replace(worker, working=worker.live, following=wards_of(worker.plan, worker.me))
+        return self._put(replace(worker.with_store(worker.epoch, store), place=Place.APPLY))
+
+    def _apply(self, worker: Worker) -> World:
+        """The optimizer; it waits for nobody, so that it ends also when the epoch has."""
+        step = worker.running
+        assert step is not None
+        gradient = (step, worker.epoch)
+        if self.rules.mode is Mode.REPLAY:
+            assert dict(worker.store.gradients)[worker.me] == gradient
+        worker = replace(_enter(worker, StepPhase.SYNC), live=(*worker.working, gradient), place=Place.SYNC, working=())
+        return self._post(worker, "applied", step)._put(worker)
+
+    def _sync(self, worker: Worker) -> World | None:
+        """Parameters are gathered; the step's body returns."""
+        step = worker.running
+        assert step is not None
+        if not self.have_posted("applied", step, worker.epoch, replicas_of(worker.plan, worker.me)):
+            return None
+        worker = replace(_enter(worker, StepPhase.COMPUTE), running=None, outcome=step).keeping([worker.epoch])
+        if self.rules.mode is Mode.REPLAY:
+            worker = worker.with_store(worker.epoch, replace(worker.store, kept=()))
+        world: World = self
+        if worker.owes_report:
+            world, worker = self._report_recovery(worker)
+        return world._go_on(worker)
+
+    def _barrier(self, worker: Worker) -> World | None:
+        if not self.have_posted("barrier", worker.activity, worker.epoch, seated_in(worker.plan)):
+            return None
+        return self._leave_barrier(worker)
+
+    def _leave_barrier(self, worker: Worker) -> World:
+        ended = worker.activity + 1 == len(self.rules.program)
+        worker = replace(
+            worker, activity=worker.activity + 1, done=False, place=Place.FINISHED if ended else Place.ENTER
+        )
+        world = self._put(worker)
+        if not ended:
+            return world
+        assert worker.live is not None and [step for step, _ in worker.live] == list(range(len(worker.live)))
+        assert len(worker.live) == self.rules.program.count(STEP), f"finished with {worker.live}"
+        return world._send(Finished(worker=worker.me))
+
+    # ------------------------------------------------------------ recovery
+
+    def _unwind(self, worker: Worker) -> World:
+        """Wait for what is in flight, and report."""
+        for ward in worker.following:
+            worker = _follow(worker, ward)
+        worker = replace(worker, receiving=None, place=Place.SETTLED, settling=worker.quiesced)
+        return self._put(worker)._send(Settled(report=settle_report(worker, self.rules.program)))
+
+    def _adopt(self, worker: Worker, order: Recover) -> World:
+        """Finish the open step, enter the epoch, and send what the new layout needs."""
+        plan, settlement = order.plan, order.settlement
+        base, version = settlement.base_epoch, settlement.resume_step
+        worker = finish_open_step(worker, settlement)
+        worker = replace(worker, plan=plan, cut=False, order=None, lead=max(worker.lead, settlement.lead_activity))
+        worker = replace(worker.keeping([base]), working=())
+        store = worker.store_of(base)
+        world = self
+        if store is not None:
+            if find_version(store.kept, version) is None:
+                assert worker.live is not None and len(worker.live) == version, f"{worker.me} cannot reach {version}"
+                store = replace(store, kept=(*store.kept, worker.live)[-2:])
+            store = store.forget_after(version)
+            worker = worker.with_store(base, store)
+            own = find_version(store.kept, version)
+            assert own is not None
+            shards = [(worker.me, own)]
+            for owner, copies in store.wards:
+                copy = find_version(copies, version)
+                if owner not in self.state.roster.survivors and copy is not None:
+                    shards.append((owner, copy))
+            world = world._parcel(worker, "source", version, shards)
+        if plan.placement.find_seat(worker.me) is not None:
+            return world._put(replace(worker, place=Place.RESTORE))
+        worker = replace(
+            worker,
+            place=Place.SPARE,
+            live=None,
+            stores=(*worker.stores, ((plan.epoch,), None)),
+            base_plans=(*worker.base_plans, plan),
+        )
+        report = RecoveryReport(worker=worker.me, epoch=plan.epoch, resume_step=version)
+        return world._put(worker)._send(Recovered(report=report))
+
+    def _resume_version(self, worker: Worker) -> int:
+        """Of the epoch that the worker is entering."""
+        return next(number for (epoch, kind, number, _), _ in self.parcels if (epoch, kind) == (worker.epoch, "source"))
+
+    def _restore(self, worker: Worker) -> World | None:
+        """Put the own shard of the new layout together."""
+        plan, version = worker.plan, self._resume_version(worker)
+        base = next((p for p in worker.base_plans if p.epoch != plan.epoch), None)
+        assert base is not None, f"worker {worker.me} knows no layout that the state is in"
+        store = worker.store_of(base.epoch)
+        if store is not None and keeps_shard(base, plan, worker.me):
+            own = find_version(store.kept, version)
+            assert own is not None
+        else:
+            pieces = [self.parcel("source", version, plan.epoch, owner) for owner in sources_of(base, plan, worker.me)]
+            if None in pieces:
+                return None
+            assert len(set(pieces)) == 1, f"shards of one version differ: {set(pieces)}"
+            own = pieces[0]
+            assert own is not None
+            store = Store(kept=(own,), wards=tuple((ward, ()) for ward in wards_of(plan, worker.me)))
+            worker = replace(worker, stores=(*worker.stores, ((-plan.epoch,), store)))  # counts after verification
+        worker = replace(worker, live=None, place=Place.RENEW)
+        return self._parcel(worker, "copy", version, [(worker.me, own)])._put(worker)
+
+    def _new_store(self, worker: Worker) -> tuple[int, Store]:
+        """The store that becomes that of the epoch, and under which number it is kept until then."""
+        fresh = worker.store_of(-worker.epoch)
+        if fresh is not None:
+            return -worker.epoch, fresh
+        (epochs, store), *_ = worker.stores
+        assert store is not None
+        return epochs[0], store
+
+    def _renew(self, worker: Worker) -> World | None:
+        """The wards' copies come in, where they are missing; then the state is in use."""
+        version = self._resume_version(worker)
+        epoch, store = self._new_store(worker)
+        for ward in wards_of(worker.plan, worker.me):
+            if find_version(store.ward(ward), version) is None:
+                copy = self.parcel("copy", version, worker.epoch, ward)
+                if copy is None:
+                    return None
+                store = store.with_ward(ward, (*store.ward(ward), copy))
+        worker = replace(worker.with_store(epoch, store), place=Place.VERIFY)
+        return self._post(worker, "verify", version)._put(worker)
+
+    def _verify(self, worker: Worker) -> World | None:
+        """All have the same state, and the layout counts."""
+        version, plan = self._resume_version(worker), worker.plan
+        if not self.have_posted("verify", version, plan.epoch, seated_in(plan)):
+            return None
+        shards = {self.parcel("copy", version, plan.epoch, owner) for owner in seated_in(plan)}
+        assert len(shards) == 1, f"after the recovery to epoch {plan.epoch} shards differ: {shards}"
+        epoch, store = self._new_store(worker)
+        for owner, copies in store.wards:
+            assert find_version(copies, version) in shards, f"copy of {owner} at {worker.me}: {copies}, not {shards}"
+        stores = tuple(
+            ((plan.epoch,), s) if epochs == (-plan.epoch,) else ((*epochs, plan.epoch), s) if s is store else (epochs, s)
+            for epochs, s in worker.stores
+        )
+        worker = replace(
+            worker,
+            stores=stores,
+            base_plans=(*worker.base_plans, plan),
+            live=find_version(store.kept, version),
+            copied=True,
+            owes_report=True,
+            place=Place.ENTER,
+        )
+        assert worker.store_of(plan.epoch) is not None
+        return self._put(worker)
+
+    # ------------------------------------------------------------ what must hold
+
+    def check(self) -> None:
+        """Of every worker, at any moment: each copy has seen every step once, in order."""
+        for worker in self.workers:
+            for history in _histories(worker):
+                steps = [step for step, _ in history]
+                assert steps == list(range(len(steps))), f"worker {worker.me} holds a shard that has seen {history}"
+                epochs = [epoch for _, epoch in history]
+                assert epochs == sorted(epochs), f"worker {worker.me}: an older epoch's gradients came last: {history}"
+
+    def _check_settlement(self, before: State, order: Recover) -> World:
+        """What the controller decided can be done, and loses nothing; by what workers hold, not by what they said."""
+        assert isinstance(before, Settling)
+        settlement, survivors = order.settlement, before.roster.survivors
+        base, version, commit = settlement.base_epoch, settlement.resume_step, settlement.commit
+        plan = {**before.outage.plans, order.plan.epoch: order.plan}[base]
+        present = [worker for worker in self.workers if worker.alive and worker.me in survivors]
+        for worker in present:
+            store = worker.store_of(base)
+            if worker.me not in seated_in(plan):
+                continue
+            assert store is not None, f"worker {worker.me} does not hold the layout of epoch {base}"
+            live = worker.live if base == max(worker.epochs) else None
+            own = {len(h) for h in (*store.kept, *((live,) if live is not None else ()))}
+            assert version in own or (_can_finish(store, settlement) and version - 1 in own), (
+                f"worker {worker.me} cannot reach version {version}:\n{describe(self.workers)}"
+            )
+            prepared = store.update is not None and self.rules.mode is Mode.REPLAY
+            if prepared and store.update is not None:
+                assert version > store.update.step, f"{worker.me} is PREPARED for {store.update.step}, {settlement}"
+            finished = self.rules.program[: worker.activity].count(STEP)
+            spared = 0 if self.rules.mode is Mode.REPLAY else 1
+            assert version >= finished - spared, f"worker {worker.me} has left step {finished - 1}, {version} is next"
+        for owner in set(seated_in(plan)) - set(survivors):
+            holders = [worker.store_of(base) for worker in present if owner in wards_of(plan, worker.me)]
+            reachable = [
+                version in (held := {len(h) for h in store.ward(owner)})
+                or (_can_finish(store, settlement) and version - 1 in held)
+                for store in holders
+                if store is not None
+            ]
+            dead_holders = set(survivors) - {worker.me for worker in present}
+            assert any(reachable) or dead_holders, f"nobody can make version {version} of {owner}'s shard"
+        if self.settled_on is not None and self.rules.mode is Mode.REPLAY:
+            before_base, before_version, _ = self.settled_on
+            if before_base == base:
+                assert version == before_version, f"settled on {self.settled_on}, then on {settlement}"
+        assert order.plan.epoch == before.epoch
+        assert set(seated_in(order.plan)) <= set(survivors)
+        if commit is not None:
+            assert commit.step + 1 == version
+        return replace(self, settled_on=(base, version, -1 if commit is None else commit.step))
+
+    def _check_end(self, before: State, state: Stopping) -> None:
+        """The job may end early only if it cannot go on."""
+        assert isinstance(before, Running | Settling | Resuming)
+        if state.exit_code == ExitCode.GAVE_UP:
+            assert self._is_a_stage_gone(before, state), f"gave up although every stage has a cell: {state.sentence}"
+        else:
+            assert state.exit_code == ExitCode.STATE_INVALID, state.sentence
+            assert isinstance(before, Settling)
+            assert self._is_state_gone(before), f"{state.sentence}\n{describe(self.workers)}"
+
+    def _is_a_stage_gone(self, before: Running | Settling | Resuming, state: Stopping) -> bool:
+        plan = before.plan if isinstance(before, Running) else before.outage.base
+        left = set(state.roster.survivors)
+        return any(
+            not any(left.issuperset(cell.workers) for cell in stage_cells) for stage_cells in plan.placement.stages
+        )
+
+    def _is_state_gone(self, before: Settling) -> bool:
+        """Whether no layout that the survivors share has a copy of everything.
+
+        The newest one is broken if some owner and all its backups are lost. Then an older one would do as long as
+        nobody has changed anything under the newest.
+        """
+        survivors = [self.workers[me] for me in before.roster.survivors]
+        plans = {plan.epoch: plan for worker in survivors for plan in worker.base_plans}
+        shared = [
+            epoch
+            for epoch, plan in sorted(plans.items())
+            if all(epoch in worker.epochs or worker.me not in seated_in(plan) for worker in survivors)
+        ]
+        assert shared, f"survivors share no layout:\n{describe(survivors)}"
+        *older, newest = shared
+        if not self._is_broken(plans[newest], survivors):
+            return False
+        changed = any(
+            store is not None and store.update is not None and any(e == store.update.norm for e in (newest,))
+            for store in (worker.store_of(newest) for worker in survivors)
+        )
+        return changed or all(self._is_broken(plans[epoch], survivors) for epoch in older)
+
+    def _is_broken(self, plan: ElasticPlan, survivors: Iterable[Worker]) -> bool:
+        left = {worker.me: worker for worker in survivors}
+        for owner in seated_in(plan):
+            if owner not in left:
+                stores = [left[b].store_of(plan.epoch) for b in plan.backups_of(owner) if b in left]
+                if not any(store is not None and store.ward(owner) for store in stores):
+                    return True
+        return False
+
+
+_STRETCHES: dict[Place, Callable[[World, Worker], World | None]] = {
+    Place.ENTER: World._go_on,
+    Place.SEED: World._seed,
+    Place.SEEDED: World._seeded,
+    Place.COMPUTE: World._reduce,
+    Place.DUTY: World._duty,
+    Place.NORM: World._norm,
+    Place.SYNC: World._sync,
+    Place.BARRIER: World._barrier,
+    Place.RESTORE: World._restore,
+    Place.RENEW: World._renew,
+    Place.VERIFY: World._verify,
+}
+
+
+def _enter(worker: Worker, phase: StepPhase) -> Worker:
+    assert phase in FOLLOWS[worker.phase], f"{phase} does not follow {worker.phase}"
+    return replace(worker, phase=phase)
+
+
+def _follow(worker: Worker, ward: int) -> Worker:
+    """The ward's copy goes through the update."""
+    store = worker.store
+    assert store.update is not None
+    following = tuple(other for other in worker.following if other != ward)
+    return replace(worker.with_store(worker.epoch, advance_ward(store, ward, store.update)), following=following)
+
+
+def _can_finish(store: Store, settlement: Settlement) -> bool:
+    return settlement.commit is not None and store.ready == settlement.commit.step
+
+
+def _histories(worker: Worker) -> Iterable[History]:
+    if worker.live is not None:
+        yield worker.live
+    for _, store in worker.stores:
+        if store is not None:
+            yield from store.kept
+            for _, copies in store.wards:
+                yield from copies
+
+
+@cache
+def _read_upstream(text: str) -> Event:
+    return decode_from_client(text)  # type: ignore[return-value]
+
+
+@cache
+def _read_downstream(text: str) -> Quiesce | Recover:
+    message = decode_to_worker(text)
+    assert isinstance(message, Quiesce | Recover)
+    return message
+
+
+def begin(rules: Rules) -> World:
+    """All have joined, and nobody has begun."""
+    director = Director(rules.job).start()
+    table, state = Table(), director.state
+    assert isinstance(state, Running)
+    plan = state.plan
+    workers = tuple(
+        Worker(
+            me=me,
+            plan=plan,
+            live=(),
+            stores=(((0,), Store(wards=tuple((ward, ()) for ward in wards_of(plan, me)))),),
+            base_plans=(plan,),
+        )
+        for me in range(rules.job.world_size)
+    )
+    return World(rules=rules, table=table, workers=workers, controller=table.number(state), now=director.now)
+
+
+def program_of(steps: int, evaluate_after: Iterable[int] = ()) -> tuple[str, ...]:
+    """Joint activities: the steps, an evaluation after some of them, and the last barrier."""
+    program: list[str] = []
+    for step in range(steps):
+        program.append(STEP)
+        if step in set(evaluate_after):
+            program.append(BETWEEN)
+    return (*program, BETWEEN)
