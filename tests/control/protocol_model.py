@@ -1,7 +1,7 @@
 """The whole protocol as a value: modelled workers, messages under way, and the real controller, planner and settling.
 
-``World.actions`` lists what may happen next, ``World.after`` gives the world in which it has happened, and checks in
-it what must hold. Nothing is random and nothing has a clock, so a walk through worlds can be searched or replayed.
+``World.goes_on`` and ``World.faults`` say what may happen next, ``World.after`` gives the world in which it has happened,
+and checks in it what must hold. Nothing is random and nothing has a clock, so a walk through worlds can be searched or replayed.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class World:
     upstream: tuple[str | PlanMade | PlanRefused, ...] = ()
     """Messages on their way to the controller, as text, and answers of the planner; in no order."""
     downstream: tuple[tuple[int, str], ...] = ()
-    """Messages on their way to workers, oldest first."""
+    """Messages on their way, by worker; of one worker the oldest first."""
     posts: frozenset[Post] = frozenset()
     parcels: frozenset[Parcel] = frozenset()
     doomed: frozenset[int] = frozenset()
@@ -162,24 +162,37 @@ class World:
 
     # ------------------------------------------------------------ what may happen
 
-    def actions(self) -> list[Action]:
-        """Everything that goes on by itself; faults are extra."""
+    def _possible(self) -> list[tuple[Action, World | None]]:
+        """Everything that may happen by itself, with the world after it where that had to be found out."""
         if self.over:
             return []
-        found: list[Action] = []
+        found: list[tuple[Action, World | None]] = []
         for worker in self.workers:
             if worker.alive:
                 me = worker.me
-                if self._advance(worker) is not None:
-                    found.append(("advance", me, 0))
+                ahead = self._advance(worker)
+                if ahead is not None:
+                    found.append((("advance", me, 0), ahead._checked(self)))
                 if worker.quiesced > max(worker.epoch, worker.settling) and worker.place is not Place.FINISHED:
-                    found.append(("unwind", me, 0))
-                found += [("follow", me, ward) for ward in worker.following]
-                found += [("arrive", me, ward) for ward in self._arriving(worker)]
-        found += [("hear", me, 0) for me in sorted({me for me, _ in self.downstream})]
-        found += [("tell", index, 0) for index in range(len(self.upstream))]
-        found += [("fence", me, 0) for me in sorted(self.doomed)]
+                    found.append((("unwind", me, 0), None))
+                found += [(("follow", me, ward), None) for ward in worker.following]
+                found += [(("arrive", me, ward), None) for ward in self._arriving(worker)]
+        found += [(("hear", me, 0), None) for me in sorted({me for me, _ in self.downstream})]
+        found += [(("tell", index, 0), None) for index in range(len(self.upstream))]
+        found += [(("fence", me, 0), None) for me in sorted(self.doomed)]
         return found
+
+    def goes_on(self) -> list[tuple[Action, World]]:
+        """Everything that may happen by itself, and the worlds in which it has; faults are extra."""
+        return [(action, after or self.after(action)) for action, after in self._possible()]
+
+    def pick(self, choice: int) -> tuple[Action, World] | None:
+        """One of these; None when nothing goes on."""
+        found = self._possible()
+        if not found:
+            return None
+        action, after = found[choice % len(found)]
+        return action, after or self.after(action)
 
     def faults(self) -> list[Action]:
         """Kills, and what else may go wrong."""
@@ -201,9 +214,6 @@ class World:
         """The world in which it has happened; AssertionError when that is not allowed to be."""
         kind, first, second = action
         match kind:
-            case "advance":
-                world = self._advance(self.workers[first])
-                assert world is not None
             case "unwind":
                 world = self._unwind(self.workers[first])
             case "follow":
@@ -228,11 +238,10 @@ class World:
             case "repeat":
                 world = replace(self, upstream=(*self.upstream, self.upstream[first]))
             case "repeat order":
-                world = replace(self, downstream=(*self.downstream, self.downstream[first]))
+                world = replace(self, downstream=tuple(sorted((*self.downstream, self.downstream[first]), key=_receiver)))
             case _:
                 raise ValueError(kind)
-        world.check()
-        return world
+        return world._checked(self)
 
     # ------------------------------------------------------------ faults
 
@@ -304,7 +313,7 @@ class World:
                     if isinstance(message, Quiesce | Recover):
                         text = encode(message)
                         orders = tuple((me, text) for me in workers if self.workers[me].alive)
-                        world = replace(world, downstream=(*world.downstream, *orders))
+                        world = replace(world, downstream=tuple(sorted((*world.downstream, *orders), key=_receiver)))
                 case TellAgent(message=KillWorker(worker=victim)):
                     if self.workers[victim].alive:
                         world = replace(world, doomed=world.doomed | {victim})
@@ -322,12 +331,12 @@ class World:
     def _hear(self, me: int) -> World:
         """The worker's link thread reads one message."""
         index = next(i for i, (to, _) in enumerate(self.downstream) if to == me)
-        message = _read_downstream(self.downstream[index][1])
-        worker = self.workers[me]
+        text, worker = self.downstream[index][1], self.workers[me]
+        message = _read_downstream(text)
         if isinstance(message, Quiesce):
             worker = replace(worker, quiesced=max(worker.quiesced, message.epoch))
         else:
-            worker = replace(worker, order=message)
+            worker = replace(worker, order=text)
         downstream = self.downstream[:index] + self.downstream[index + 1 :]
         return replace(self, downstream=downstream)._put(worker)
 
@@ -351,9 +360,10 @@ class World:
         if place is Place.APPLY:
             return self._apply(worker)
         if place is Place.SETTLED:
-            order = worker.order
-            ordered = order is not None and order.plan.epoch == worker.settling == worker.quiesced
-            return self._adopt(worker, order) if ordered and order is not None else None
+            order = None if worker.order is None else _read_downstream(worker.order)
+            if isinstance(order, Recover) and order.plan.epoch == worker.settling == worker.quiesced:
+                return self._adopt(worker, order)
+            return None
         if worker.interrupted or place in BETWEEN_PLACES:
             return None
         return _STRETCHES[place](self, worker)
@@ -545,10 +555,15 @@ class World:
         plan, settlement = order.plan, order.settlement
         base, version = settlement.base_epoch, settlement.resume_step
         worker = finish_open_step(worker, settlement)
-        worker = replace(worker, plan=plan, cut=False, order=None, lead=max(worker.lead, settlement.lead_activity))
+        lead = max(worker.lead, settlement.lead_activity)
+        worker = replace(worker, plan=plan, epoch=plan.epoch, cut=False, order=None, lead=lead)
         worker = replace(worker.keeping([base]), working=())
         store = worker.store_of(base)
-        world = self
+        world = replace(  # frames of older epochs are dropped
+            self,
+            posts=frozenset(post for post in self.posts if post[0] >= plan.epoch),
+            parcels=frozenset(parcel for parcel in self.parcels if parcel[0][0] >= plan.epoch),
+        )
         if store is not None:
             if find_version(store.kept, version) is None:
                 assert worker.live is not None and len(worker.live) == version, f"{worker.me} cannot reach {version}"
@@ -650,14 +665,15 @@ class World:
 
     # ------------------------------------------------------------ what must hold
 
-    def check(self) -> None:
+    def _checked(self, before: World) -> World:
         """Of every worker, at any moment: each copy has seen every step once, in order."""
-        for worker in self.workers:
-            for history in _histories(worker):
+        for worker, same in zip(self.workers, before.workers, strict=True):
+            for history in _histories(worker) if worker is not same else ():
                 steps = [step for step, _ in history]
                 assert steps == list(range(len(steps))), f"worker {worker.me} holds a shard that has seen {history}"
                 epochs = [epoch for _, epoch in history]
                 assert epochs == sorted(epochs), f"worker {worker.me}: an older epoch's gradients came last: {history}"
+        return self
 
     def _check_settlement(self, before: State, order: Recover) -> World:
         """What the controller decided can be done, and loses nothing; by what workers hold, not by what they said."""
@@ -765,6 +781,10 @@ _STRETCHES: dict[Place, Callable[[World, Worker], World | None]] = {
     Place.RENEW: World._renew,
     Place.VERIFY: World._verify,
 }
+
+
+def _receiver(entry: tuple[int, str]) -> int:
+    return entry[0]
 
 
 def _enter(worker: Worker, phase: StepPhase) -> Worker:

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
-from megatron_elas.control.messages import Recover
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import Holding, SettleReport
 from megatron_elas.spec.transaction import StepPhase, Update
@@ -104,13 +103,15 @@ class Worker:
     """Everything about one process."""
 
     me: int
-    plan: ElasticPlan
+    plan: ElasticPlan = field(compare=False)
     """In force."""
     live: History | None
     stores: tuple[tuple[tuple[int, ...], Store | None], ...]
     """Epochs of the layouts and the copies in them. A stage that lost nobody takes its store along to the new one."""
-    base_plans: tuple[ElasticPlan, ...]
+    base_plans: tuple[ElasticPlan, ...] = field(compare=False)
     """Of the epochs in ``stores``."""
+    epoch: int = 0
+    """Of the plan in force. In one history an epoch has one plan, so worlds need not compare plans."""
     alive: bool = True
     place: Place = Place.ENTER
     activity: int = 0
@@ -132,21 +133,17 @@ class Worker:
     quiesced: int = 0
     """The newest epoch that was announced."""
     settling: int = 0
-    order: Recover | None = None
+    order: str | None = None
+    """The newest ``Recover``, as text."""
     cut: bool = False
     """A link broke: nothing can be exchanged until the next epoch."""
     counted: History = ()
     """The state when the loop last left a step."""
 
     @property
-    def epoch(self) -> int:
-        """Of the plan in force."""
-        return self.plan.epoch
-
-    @property
     def interrupted(self) -> bool:
         """Whether its communication is cancelled."""
-        return self.cut or self.quiesced > self.plan.epoch
+        return self.cut or self.quiesced > self.epoch
 
     def store_of(self, epoch: int) -> Store | None:
         """The copies in the layout of this epoch."""
@@ -215,12 +212,13 @@ def advance_ward(store: Store, owner: int, update: Update) -> Store:
     copies = store.ward(owner)
     if [len(copy) for copy in copies] != [update.step]:
         return store
-    gradient = dict(store.gradients)[owner]
+    gradient = dict(store.gradients).get(owner)
     check_gradient(gradient, update)
+    assert gradient is not None
     return store.with_ward(owner, ((*copies[0], gradient),))
 
 
-def check_gradient(gradient: tuple[int, int], update: Update) -> None:
+def check_gradient(gradient: tuple[int, int] | None, update: Update) -> None:
     """The gradients that are applied are those of which the update knows the norm."""
     assert gradient == (update.step, int(update.norm or 0)), f"gradients of {gradient} meet the update {update}"
 
