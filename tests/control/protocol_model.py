@@ -376,7 +376,7 @@ class World:
             return self._begin_step(worker)
         if program[activity] == STEP:
             step = stop_of(program, activity) - 1
-            assert worker.outcome == step, f"worker {worker.me} leaves step {step} with the result of {worker.outcome}"
+            assert worker.outcome == step or worker.idled, f"worker {worker.me} has no result of step {step}"
             if self.rules.mode is Mode.REPLAY:
                 before = worker.counted
                 assert worker.live[: len(before)] == before, f"worker {worker.me} counted {before}, has {worker.live}"
@@ -385,7 +385,8 @@ class World:
         world = self
         if worker.owes_report:
             world, worker = self._report_recovery(worker)
-        if worker.done and worker.lead > activity:
+        if worker.lead > activity:  # others have left its barrier
+            assert worker.done or worker.idled, f"worker {worker.me} has not done what others have left"
             return world._leave_barrier(worker)
         worker = replace(worker, done=True, place=Place.BARRIER)
         return world._post(worker, "barrier", activity)._put(worker)
@@ -556,7 +557,7 @@ class World:
         base, version = settlement.base_epoch, settlement.resume_step
         worker = finish_open_step(worker, settlement)
         lead = max(worker.lead, settlement.lead_activity)
-        worker = replace(worker, plan=plan, epoch=plan.epoch, cut=False, order=None, lead=lead)
+        worker = replace(worker, plan=plan, epoch=plan.epoch, resume=version, cut=False, order=None, lead=lead)
         worker = replace(worker.keeping([base]), working=())
         store = worker.store_of(base)
         world = replace(  # frames of older epochs are dropped
@@ -583,6 +584,7 @@ class World:
         worker = replace(
             worker,
             place=Place.SPARE,
+            idled=True,
             live=None,
             stores=(*worker.stores, ((plan.epoch,), None)),
             base_plans=(*worker.base_plans, plan),
@@ -590,13 +592,9 @@ class World:
         report = RecoveryReport(worker=worker.me, epoch=plan.epoch, resume_step=version)
         return world._put(worker)._send(Recovered(report=report))
 
-    def _resume_version(self, worker: Worker) -> int:
-        """Of the epoch that the worker is entering."""
-        return next(number for (epoch, kind, number, _), _ in self.parcels if (epoch, kind) == (worker.epoch, "source"))
-
     def _restore(self, worker: Worker) -> World | None:
         """Put the own shard of the new layout together."""
-        plan, version = worker.plan, self._resume_version(worker)
+        plan, version = worker.plan, worker.resume
         base = next((p for p in worker.base_plans if p.epoch != plan.epoch), None)
         assert base is not None, f"worker {worker.me} knows no layout that the state is in"
         store = worker.store_of(base.epoch)
@@ -626,7 +624,7 @@ class World:
 
     def _renew(self, worker: Worker) -> World | None:
         """The wards' copies come in, where they are missing; then the state is in use."""
-        version = self._resume_version(worker)
+        version = worker.resume
         epoch, store = self._new_store(worker)
         for ward in wards_of(worker.plan, worker.me):
             if find_version(store.ward(ward), version) is None:
@@ -639,7 +637,7 @@ class World:
 
     def _verify(self, worker: Worker) -> World | None:
         """All have the same state, and the layout counts."""
-        version, plan = self._resume_version(worker), worker.plan
+        version, plan = worker.resume, worker.plan
         if not self.have_posted("verify", version, plan.epoch, seated_in(plan)):
             return None
         shards = {self.parcel("copy", version, plan.epoch, owner) for owner in seated_in(plan)}
@@ -699,15 +697,14 @@ class World:
             spared = 0 if self.rules.mode is Mode.REPLAY else 1
             assert version >= finished - spared, f"worker {worker.me} has left step {finished - 1}, {version} is next"
         for owner in set(seated_in(plan)) - set(survivors):
-            holders = [worker.store_of(base) for worker in present if owner in wards_of(plan, worker.me)]
-            reachable = [
-                version in (held := {len(h) for h in store.ward(owner)})
-                or (_can_finish(store, settlement) and version - 1 in held)
-                for store in holders
-                if store is not None
-            ]
-            dead_holders = set(survivors) - {worker.me for worker in present}
-            assert any(reachable) or dead_holders, f"nobody can make version {version} of {owner}'s shard"
+            holder = self.workers[dict(settlement.holders)[owner]]
+            assert holder.me in survivors
+            if holder in present:
+                store = holder.store_of(base)
+                held = {len(history) for history in store.ward(owner)} if store is not None else set()
+                assert version in held or (store is not None and _can_finish(store, settlement) and version - 1 in held), (
+                    f"worker {holder.me} cannot make version {version} of {owner}'s shard:\n{describe(self.workers)}"
+                )
         if self.settled_on is not None and self.rules.mode is Mode.REPLAY:
             before_base, before_version, _ = self.settled_on
             if before_base == base:
@@ -722,18 +719,12 @@ class World:
         """The job may end early only if it cannot go on."""
         assert isinstance(before, Running | Settling | Resuming)
         if state.exit_code == ExitCode.GAVE_UP:
-            assert self._is_a_stage_gone(before, state), f"gave up although every stage has a cell: {state.sentence}"
+            left, lanes = len(state.roster.survivors), self.rules.job.tensor_parallel
+            assert left < lanes, f"gave up although {left} workers are left: {state.sentence}"
         else:
             assert state.exit_code == ExitCode.STATE_INVALID, state.sentence
             assert isinstance(before, Settling)
             assert self._is_state_gone(before), f"{state.sentence}\n{describe(self.workers)}"
-
-    def _is_a_stage_gone(self, before: Running | Settling | Resuming, state: Stopping) -> bool:
-        plan = before.plan if isinstance(before, Running) else before.outage.base
-        left = set(state.roster.survivors)
-        return any(
-            not any(left.issuperset(cell.workers) for cell in stage_cells) for stage_cells in plan.placement.stages
-        )
 
     def _is_state_gone(self, before: Settling) -> bool:
         """Whether no layout that the survivors share has a copy of everything.

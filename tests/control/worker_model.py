@@ -129,10 +129,14 @@ class Worker:
     lead: int = 0
     done: bool = False
     """The body of the activity between steps was run."""
+    idled: bool = False
+    """It has been without a seat, so that its loop may have missed what others did."""
     owes_report: bool = False
     quiesced: int = 0
     """The newest epoch that was announced."""
     settling: int = 0
+    resume: int = 0
+    """The version that the recovery under way leads to."""
     order: str | None = None
     """The newest ``Recover``, as text."""
     cut: bool = False
