@@ -1,7 +1,8 @@
 """The whole protocol as a value: modelled workers, messages under way, and the real controller, planner and settling.
 
-``World.goes_on`` and ``World.faults`` say what may happen next, ``World.after`` gives the world in which it has happened,
-and checks in it what must hold. Nothing is random and nothing has a clock, so a walk through worlds can be searched or replayed.
+``World.goes_on`` and ``World.faults`` say what may happen next, ``World.after`` gives the world in which it has
+happened, and checks in it what must hold. Nothing is random and nothing has a clock, so a walk through worlds can be
+searched or replayed.
 """
 
 from __future__ import annotations
@@ -238,7 +239,9 @@ class World:
             case "repeat":
                 world = replace(self, upstream=(*self.upstream, self.upstream[first]))
             case "repeat order":
-                world = replace(self, downstream=tuple(sorted((*self.downstream, self.downstream[first]), key=_receiver)))
+                world = replace(
+                    self, downstream=tuple(sorted((*self.downstream, self.downstream[first]), key=_receiver))
+                )
             case _:
                 raise ValueError(kind)
         return world._checked(self)
@@ -250,8 +253,7 @@ class World:
         victim = self.workers[me]
         upstream = self.upstream
         if mutely:
-            own = ('"worker":%d,' % me, '"worker":%d}' % me)
-            upstream = tuple(m for m in upstream if not isinstance(m, str) or not any(mark in m for mark in own))
+            upstream = tuple(m for m in upstream if not isinstance(m, str) or _sender(m) != me)
         # What it reported last may still be decided on; the rest of it nobody can know.
         dead = replace(
             Worker(me=me, plan=victim.plan, live=None, stores=(), base_plans=()),
@@ -642,16 +644,17 @@ class World:
             return None
         shards = {self.parcel("copy", version, plan.epoch, owner) for owner in seated_in(plan)}
         assert len(shards) == 1, f"after the recovery to epoch {plan.epoch} shards differ: {shards}"
-        epoch, store = self._new_store(worker)
+        number, store = self._new_store(worker)
         for owner, copies in store.wards:
             assert find_version(copies, version) in shards, f"copy of {owner} at {worker.me}: {copies}, not {shards}"
-        stores = tuple(
-            ((plan.epoch,), s) if epochs == (-plan.epoch,) else ((*epochs, plan.epoch), s) if s is store else (epochs, s)
-            for epochs, s in worker.stores
-        )
+        stores = []
+        for epochs, other in worker.stores:
+            if number in epochs:  # the store of the old layout too, where that is taken along
+                epochs = (*(e for e in epochs if e >= 0), plan.epoch)
+            stores.append((epochs, other))
         worker = replace(
             worker,
-            stores=stores,
+            stores=tuple(stores),
             base_plans=(*worker.base_plans, plan),
             live=find_version(store.kept, version),
             copied=True,
@@ -702,9 +705,9 @@ class World:
             if holder in present:
                 store = holder.store_of(base)
                 held = {len(history) for history in store.ward(owner)} if store is not None else set()
-                assert version in held or (store is not None and _can_finish(store, settlement) and version - 1 in held), (
-                    f"worker {holder.me} cannot make version {version} of {owner}'s shard:\n{describe(self.workers)}"
-                )
+                assert version in held or (
+                    store is not None and _can_finish(store, settlement) and version - 1 in held
+                ), f"worker {holder.me} cannot make version {version} of {owner}'s shard:\n{describe(self.workers)}"
         if self.settled_on is not None and self.rules.mode is Mode.REPLAY:
             before_base, before_version, _ = self.settled_on
             if before_base == base:
@@ -808,6 +811,12 @@ def _histories(worker: Worker) -> Iterable[History]:
 @cache
 def _read_upstream(text: str) -> Event:
     return decode_from_client(text)  # type: ignore[return-value]
+
+
+@cache
+def _sender(text: str) -> int:
+    event = _read_upstream(text)
+    return event.report.worker if isinstance(event, Settled | Recovered) else event.worker  # type: ignore[union-attr]
 
 
 @cache

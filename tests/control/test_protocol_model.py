@@ -139,7 +139,7 @@ def only_one_knows_the_norm() -> World:
 
 
 def the_one_is_lost_after_the_order(takers: Sequence[int]) -> World:
-    """The same; all have settled, ``takers`` have followed the order, and worker 3, who alone had known, is lost too."""
+    """The same; all have settled, ``takers`` have followed the order, and worker 3, who alone had known, is lost."""
     world = let(only_one_knows_the_norm(), [1, 2, 3], Place.SETTLED)
     state = world.state
     assert isinstance(state, Resuming) and state.outage.commit is not None

@@ -214,9 +214,7 @@ def test_a_step_that_is_open_under_the_new_layout_commits_there() -> None:
         for w in seated
     }
     old = {w: position(w, None, (7,), kept=(7,)) for w in seated}
-    reports = [
-        SettleReport(worker=w, epoch=2, step=7, activity=7, holdings=(new[w], old[w])) for w in seated if w != 4
-    ]
+    reports = [SettleReport(worker=w, epoch=2, step=7, activity=7, holdings=(new[w], old[w])) for w in seated if w != 4]
     settlement = settle(reports, {0: FIRST, 1: SECOND})
     assert (settlement.base_epoch, settlement.resume_step, settlement.commit) == (1, 8, norm(7))
 
