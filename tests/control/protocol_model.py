@@ -17,6 +17,7 @@ from megatron_elas.control.events import Event, PlanMade, PlanRefused, Tick, Wor
 from megatron_elas.control.messages import (
     Finished,
     KillWorker,
+    LeaveOut,
     PeerUnreachable,
     Quiesce,
     Recover,
@@ -44,6 +45,7 @@ from tests.control.worker_model import (
     Store,
     Worker,
     advance_ward,
+    changed,
     describe,
     find_version,
     finish_open_step,
@@ -110,7 +112,7 @@ Parcel = tuple[Post, tuple[tuple[int, History], ...]]
 """A contribution with shards by owner."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class World:
     """A moment."""
 
@@ -205,6 +207,8 @@ class World:
                 peers = self.state.roster.survivors
                 found += [("break", worker.me, peer) for peer in peers if peer != worker.me]
                 found += [("silence", worker.me, 0), ("kill mutely", worker.me, 0)]
+                if self._could_fail(worker):
+                    found.append(("fail", worker.me, 0))
             if isinstance(self.state, Settling | Resuming):
                 found.append(("deadline", 0, 0))
             found += [("repeat", index, 0) for index in range(len(self.upstream))]
@@ -225,7 +229,7 @@ class World:
                 world = self._hear(first)
             case "tell":
                 message = self.upstream[first]
-                world = replace(self, upstream=self.upstream[:first] + self.upstream[first + 1 :])._tell(message)
+                world = changed(self, upstream=self.upstream[:first] + self.upstream[first + 1 :])._tell(message)
             case "kill" | "fence":
                 world = self._kill(first)
             case "kill mutely":
@@ -236,10 +240,12 @@ class World:
                 world = self._step(WorkerSilent(worker=first, silent_s=11.0), key=action)
             case "deadline":
                 world = self._deadline()
+            case "fail":
+                world = self._fail(self.workers[first])
             case "repeat":
-                world = replace(self, upstream=(*self.upstream, self.upstream[first]))
+                world = changed(self, upstream=(*self.upstream, self.upstream[first]))
             case "repeat order":
-                world = replace(
+                world = changed(
                     self, downstream=tuple(sorted((*self.downstream, self.downstream[first]), key=_receiver))
                 )
             case _:
@@ -255,7 +261,7 @@ class World:
         if mutely:
             upstream = tuple(m for m in upstream if not isinstance(m, str) or _sender(m) != me)
         # What it reported last may still be decided on; the rest of it nobody can know.
-        dead = replace(
+        dead = changed(
             Worker(me=me, plan=victim.plan, live=None, stores=(), base_plans=()),
             alive=False,
             stores=victim.stores if victim.place is Place.SETTLED else (),
@@ -263,7 +269,7 @@ class World:
             settling=victim.settling,
         )
         world = self._put(dead)
-        world = replace(
+        world = changed(
             world,
             upstream=upstream,
             downstream=tuple(entry for entry in self.downstream if entry[0] != me),
@@ -275,13 +281,25 @@ class World:
         worker = self.workers[me]
         if worker.place in BETWEEN_PLACES or worker.cut:
             return self
-        world = self._put(replace(worker, cut=True))
+        world = self._put(changed(worker, cut=True))
         return world._send(PeerUnreachable(worker=me, epoch=worker.epoch, peer=peer, detail="broke"))
+
+    def _could_fail(self, worker: Worker) -> bool:
+        """Whether it is in something between steps that training can do without."""
+        activity, program = worker.activity, self.rules.program
+        if worker.place is not Place.ENTER or worker.interrupted or activity + 1 == len(program):
+            return False
+        return program[activity] == BETWEEN and worker.live is not None and worker.lead <= activity > worker.waived
+
+    def _fail(self, worker: Worker) -> World:
+        """What it does between steps fails, and is left out."""
+        message = LeaveOut(worker=worker.me, epoch=worker.epoch, culprit=worker.me, detail="no space")
+        return self._put(changed(worker, waived=worker.activity, cut=True))._send(message)
 
     def _deadline(self) -> World:
         state = self.state
         assert isinstance(state, Settling | Resuming)
-        return replace(self, now=max(self.now, state.deadline_s))._step(Tick(), key="tick")
+        return changed(self, now=max(self.now, state.deadline_s))._step(Tick(), key="tick")
 
     # ------------------------------------------------------------ messages
 
@@ -289,7 +307,7 @@ class World:
         text = encode(message)  # type: ignore[arg-type]
         if self.rules.upstream_at_once and not late:
             return self._tell(text)
-        return replace(self, upstream=tuple(sorted((*self.upstream, text), key=repr)))
+        return changed(self, upstream=tuple(sorted((*self.upstream, text), key=repr)))
 
     def _tell(self, message: str | PlanMade | PlanRefused) -> World:
         event = _read_upstream(message) if isinstance(message, str) else message
@@ -299,12 +317,12 @@ class World:
         """Let the real controller act."""
         before = self.state
         number, commands = self.table.step(self.controller, key, event, self.now)
-        world = replace(self, controller=number)
+        world = changed(self, controller=number)
         training = [state for state in (before, world.state) if isinstance(state, Running | Settling | Resuming)]
         epochs = [state.epoch for state in training if not state.roster.finished]  # after the end none begins
         assert epochs == sorted(epochs), f"an epoch went back: {epochs}"
         if isinstance(world.state, Running) and not isinstance(before, Running):
-            world = replace(world, settled_on=None)
+            world = changed(world, settled_on=None)
         if isinstance(world.state, Stopping) and not isinstance(before, Stopping | Ended):
             self._check_end(before, world.state)
         for command in commands:
@@ -315,17 +333,17 @@ class World:
                     if isinstance(message, Quiesce | Recover):
                         text = encode(message)
                         orders = tuple((me, text) for me in workers if self.workers[me].alive)
-                        world = replace(world, downstream=tuple(sorted((*world.downstream, *orders), key=_receiver)))
+                        world = changed(world, downstream=tuple(sorted((*world.downstream, *orders), key=_receiver)))
                 case TellAgent(message=KillWorker(worker=victim)):
                     if self.workers[victim].alive:
-                        world = replace(world, doomed=world.doomed | {victim})
+                        world = changed(world, doomed=world.doomed | {victim})
                 case MakePlan():
                     answer = make_plan(command)
                     answer = replace(answer, seconds=0.0) if isinstance(answer, PlanMade) else answer
                     if self.rules.upstream_at_once:
                         world = world._tell(answer)
                     else:
-                        world = replace(world, upstream=(*world.upstream, answer))
+                        world = changed(world, upstream=(*world.upstream, answer))
                 case _:
                     pass
         return world
@@ -336,25 +354,25 @@ class World:
         text, worker = self.downstream[index][1], self.workers[me]
         message = _read_downstream(text)
         if isinstance(message, Quiesce):
-            worker = replace(worker, quiesced=max(worker.quiesced, message.epoch))
+            worker = changed(worker, quiesced=max(worker.quiesced, message.epoch))
         else:
-            worker = replace(worker, order=text)
+            worker = changed(worker, order=text)
         downstream = self.downstream[:index] + self.downstream[index + 1 :]
-        return replace(self, downstream=downstream)._put(worker)
+        return changed(self, downstream=downstream)._put(worker)
 
     # ------------------------------------------------------------ workers
 
     def _put(self, worker: Worker) -> World:
         workers = tuple(worker if other.me == worker.me else other for other in self.workers)
-        return replace(self, workers=workers)
+        return changed(self, workers=workers)
 
     def _post(self, worker: Worker, kind: str, number: int) -> World:
         post = (worker.epoch, kind, number, worker.me)
-        return replace(self, posts=self.posts | {post})
+        return changed(self, posts=self.posts | {post})
 
     def _parcel(self, worker: Worker, kind: str, number: int, shards: Iterable[tuple[int, History]]) -> World:
         post = (worker.epoch, kind, number, worker.me)
-        return replace(self, parcels=self.parcels | {(post, tuple(shards))})
+        return changed(self, parcels=self.parcels | {(post, tuple(shards))})
 
     def _advance(self, worker: Worker) -> World | None:
         """The main thread's next stretch, or None when it waits."""
@@ -382,7 +400,7 @@ class World:
             if self.rules.mode is Mode.REPLAY:
                 before = worker.counted
                 assert worker.live[: len(before)] == before, f"worker {worker.me} counted {before}, has {worker.live}"
-            left = replace(worker, counted=worker.live, activity=activity + 1, place=Place.ENTER)
+            left = changed(worker, counted=worker.live, activity=activity + 1, place=Place.ENTER)
             return self._put(left)
         world = self
         if worker.owes_report:
@@ -390,17 +408,19 @@ class World:
         if worker.lead > activity:  # others have left its barrier
             assert worker.done or worker.idled, f"worker {worker.me} has not done what others have left"
             return world._leave_barrier(worker)
-        worker = replace(worker, done=True, place=Place.BARRIER)
+        worker = changed(worker, done=True, place=Place.BARRIER)
+        verdict = "waived" if worker.waived >= activity else "whole"
+        world = world._post(worker, verdict, activity)
         return world._post(worker, "barrier", activity)._put(worker)
 
     def _report_recovery(self, worker: Worker) -> tuple[World, Worker]:
-        worker = replace(worker, owes_report=False)
+        worker = changed(worker, owes_report=False)
         report = RecoveryReport(worker=worker.me, epoch=worker.epoch, resume_step=len(worker.live or ()))
         return self._put(worker)._send(Recovered(report=report)), worker
 
     def _begin_step(self, worker: Worker) -> World:
         assert worker.live is not None
-        step, store = len(worker.live), replace(worker.store, ready=None)
+        step, store = len(worker.live), changed(worker.store, ready=None)
         copied = find_version(store.kept, step) is not None
         wards = wards_of(worker.plan, worker.me)
         if self.rules.mode is Mode.COPY:
@@ -409,35 +429,35 @@ class World:
             needed = store.update is None and not copied and bool(wards or worker.plan.backups_of(worker.me))
         world = self
         if needed:
-            store = replace(store, kept=(*store.kept, worker.live)[-2:])
+            store = changed(store, kept=(*store.kept, worker.live)[-2:])
             for ward in wards:  # the buffer of the version before last is filled anew
                 left = tuple(copy for copy in store.ward(ward) if len(copy) > step - 2)
                 store = store.with_ward(ward, left)
-            worker = replace(worker, receiving=step if wards else None)
+            worker = changed(worker, receiving=step if wards else None)
             world = self._parcel(worker, "copy", step, [(worker.me, worker.live)])
         worker = worker.with_store(worker.epoch, store)
         if not worker.copied:
-            return world._put(replace(worker, place=Place.SEED))
+            return world._put(changed(worker, place=Place.SEED))
         return world._compute(worker)
 
     def _compute(self, worker: Worker) -> World:
         assert worker.live is not None
         step = len(worker.live)
-        worker = replace(worker, place=Place.COMPUTE, phase=StepPhase.COMPUTE, running=step)
+        worker = changed(worker, place=Place.COMPUTE, phase=StepPhase.COMPUTE, running=step)
         return self._post(worker, "compute", step)._put(worker)
 
     def _seed(self, worker: Worker) -> World | None:
         if worker.receiving is not None:
             return None
         assert worker.live is not None
-        worker = replace(worker, place=Place.SEEDED)
+        worker = changed(worker, place=Place.SEEDED)
         return self._post(worker, "seeded", len(worker.live))._put(worker)
 
     def _seeded(self, worker: Worker) -> World | None:
         assert worker.live is not None
         if not self.have_posted("seeded", len(worker.live), worker.epoch, seated_in(worker.plan)):
             return None
-        return self._compute(replace(worker, copied=True))
+        return self._compute(changed(worker, copied=True))
 
     def _arriving(self, worker: Worker) -> list[int]:
         """Wards whose whole copies can come in now."""
@@ -457,7 +477,7 @@ class World:
         assert copy is not None
         store = worker.store.with_ward(ward, (*worker.store.ward(ward), copy))
         missing = [w for w in wards_of(worker.plan, worker.me) if find_version(store.ward(w), version) is None]
-        worker = replace(worker.with_store(worker.epoch, store), receiving=version if missing else None)
+        worker = changed(worker.with_store(worker.epoch, store), receiving=version if missing else None)
         return self._put(worker)
 
     def _reduce(self, worker: Worker) -> World | None:
@@ -470,10 +490,10 @@ class World:
             return None
         worker = _enter(worker, StepPhase.REDUCE)
         if self.rules.mode is Mode.COPY:
-            worker = replace(worker, place=Place.NORM)
+            worker = changed(worker, place=Place.NORM)
             return self._post(worker, "norm", step)._put(worker)
-        store = replace(worker.store, ready=None).with_gradient(worker.me, (step, worker.epoch))
-        worker = replace(worker.with_store(worker.epoch, store), place=Place.DUTY)
+        store = changed(worker.store, ready=None).with_gradient(worker.me, (step, worker.epoch))
+        worker = changed(worker.with_store(worker.epoch, store), place=Place.DUTY)
         return self._post(worker, "gradient", step)._put(worker)
 
     def _duty(self, worker: Worker) -> World | None:
@@ -482,10 +502,10 @@ class World:
         assert step is not None
         if not self.have_posted("gradient", step, worker.epoch, wards):
             return None
-        store = replace(worker.store, ready=step)
+        store = changed(worker.store, ready=step)
         for ward in wards:
             store = store.with_gradient(ward, (step, worker.epoch))
-        worker = replace(worker.with_store(worker.epoch, store), place=Place.NORM)
+        worker = changed(worker.with_store(worker.epoch, store), place=Place.NORM)
         return self._post(worker, "norm", step)._put(worker)
 
     def _norm(self, worker: Worker) -> World | None:
@@ -494,14 +514,14 @@ class World:
         assert step is not None
         if not self.have_posted("norm", step, worker.epoch, seated_in(worker.plan)):
             return None
-        store = replace(worker.store, update=Update(step=step, norm=float(worker.epoch)))
+        store = changed(worker.store, update=Update(step=step, norm=float(worker.epoch)))
         worker = _enter(_enter(worker, StepPhase.PREPARED), StepPhase.APPLY)
         assert worker.live is not None
         if self.rules.mode is Mode.COPY:
-            worker = replace(worker, working=worker.live, live=None)
+            worker = changed(worker, working=worker.live, live=None)
         else:
-            worker = replace(worker, working=worker.live, following=wards_of(worker.plan, worker.me))
-        return self._put(replace(worker.with_store(worker.epoch, store), place=Place.APPLY))
+            worker = changed(worker, working=worker.live, following=wards_of(worker.plan, worker.me))
+        return self._put(changed(worker.with_store(worker.epoch, store), place=Place.APPLY))
 
     def _apply(self, worker: Worker) -> World:
         """The optimizer; it waits for nobody, so that it ends also when the epoch has."""
@@ -510,7 +530,7 @@ class World:
         gradient = (step, worker.epoch)
         if self.rules.mode is Mode.REPLAY:
             assert dict(worker.store.gradients)[worker.me] == gradient
-        worker = replace(_enter(worker, StepPhase.SYNC), live=(*worker.working, gradient), place=Place.SYNC, working=())
+        worker = changed(_enter(worker, StepPhase.SYNC), live=(*worker.working, gradient), place=Place.SYNC, working=())
         return self._post(worker, "applied", step)._put(worker)
 
     def _sync(self, worker: Worker) -> World | None:
@@ -519,9 +539,9 @@ class World:
         assert step is not None
         if not self.have_posted("applied", step, worker.epoch, replicas_of(worker.plan, worker.me)):
             return None
-        worker = replace(_enter(worker, StepPhase.COMPUTE), running=None, outcome=step).keeping([worker.epoch])
+        worker = changed(_enter(worker, StepPhase.COMPUTE), running=None, outcome=step).keeping([worker.epoch])
         if self.rules.mode is Mode.REPLAY:
-            worker = worker.with_store(worker.epoch, replace(worker.store, kept=()))
+            worker = worker.with_store(worker.epoch, changed(worker.store, kept=()))
         world: World = self
         if worker.owes_report:
             world, worker = self._report_recovery(worker)
@@ -530,11 +550,13 @@ class World:
     def _barrier(self, worker: Worker) -> World | None:
         if not self.have_posted("barrier", worker.activity, worker.epoch, seated_in(worker.plan)):
             return None
+        verdicts = {kind for epoch, kind, number, _ in self.posts if (epoch, number) == (worker.epoch, worker.activity)}
+        assert not verdicts >= {"waived", "whole"}, "some have left out what others have done"
         return self._leave_barrier(worker)
 
     def _leave_barrier(self, worker: Worker) -> World:
         ended = worker.activity + 1 == len(self.rules.program)
-        worker = replace(
+        worker = changed(
             worker, activity=worker.activity + 1, done=False, place=Place.FINISHED if ended else Place.ENTER
         )
         world = self._put(worker)
@@ -550,7 +572,7 @@ class World:
         """Wait for what is in flight, and report."""
         for ward in worker.following:
             worker = _follow(worker, ward)
-        worker = replace(worker, receiving=None, place=Place.SETTLED, settling=worker.quiesced)
+        worker = changed(worker, receiving=None, place=Place.SETTLED, settling=worker.quiesced)
         return self._put(worker)._send(Settled(report=settle_report(worker, self.rules.program)))
 
     def _adopt(self, worker: Worker, order: Recover) -> World:
@@ -559,10 +581,11 @@ class World:
         base, version = settlement.base_epoch, settlement.resume_step
         worker = finish_open_step(worker, settlement)
         lead = max(worker.lead, settlement.lead_activity)
-        worker = replace(worker, plan=plan, epoch=plan.epoch, resume=version, cut=False, order=None, lead=lead)
-        worker = replace(worker.keeping([base]), working=())
+        worker = changed(worker, waived=max(worker.waived, settlement.waived_activity))
+        worker = changed(worker, plan=plan, epoch=plan.epoch, resume=version, cut=False, order=None, lead=lead)
+        worker = changed(worker.keeping([base]), working=())
         store = worker.store_of(base)
-        world = replace(  # frames of older epochs are dropped
+        world = changed(  # frames of older epochs are dropped
             self,
             posts=frozenset(post for post in self.posts if post[0] >= plan.epoch),
             parcels=frozenset(parcel for parcel in self.parcels if parcel[0][0] >= plan.epoch),
@@ -570,7 +593,7 @@ class World:
         if store is not None:
             if find_version(store.kept, version) is None:
                 assert worker.live is not None and len(worker.live) == version, f"{worker.me} cannot reach {version}"
-                store = replace(store, kept=(*store.kept, worker.live)[-2:])
+                store = changed(store, kept=(*store.kept, worker.live)[-2:])
             store = store.forget_after(version)
             worker = worker.with_store(base, store)
             own = find_version(store.kept, version)
@@ -582,8 +605,8 @@ class World:
                     shards.append((owner, copy))
             world = world._parcel(worker, "source", version, shards)
         if plan.placement.find_seat(worker.me) is not None:
-            return world._put(replace(worker, place=Place.RESTORE))
-        worker = replace(
+            return world._put(changed(worker, place=Place.RESTORE))
+        worker = changed(
             worker,
             place=Place.SPARE,
             idled=True,
@@ -611,8 +634,8 @@ class World:
             own = pieces[0]
             assert own is not None
             store = Store(kept=(own,), wards=tuple((ward, ()) for ward in wards_of(plan, worker.me)))
-            worker = replace(worker, stores=(*worker.stores, ((-plan.epoch,), store)))  # counts after verification
-        worker = replace(worker, live=None, place=Place.RENEW)
+            worker = changed(worker, stores=(*worker.stores, ((-plan.epoch,), store)))  # counts after verification
+        worker = changed(worker, live=None, place=Place.RENEW)
         return self._parcel(worker, "copy", version, [(worker.me, own)])._put(worker)
 
     def _new_store(self, worker: Worker) -> tuple[int, Store]:
@@ -634,7 +657,7 @@ class World:
                 if copy is None:
                     return None
                 store = store.with_ward(ward, (*store.ward(ward), copy))
-        worker = replace(worker.with_store(epoch, store), place=Place.VERIFY)
+        worker = changed(worker.with_store(epoch, store), place=Place.VERIFY)
         return self._post(worker, "verify", version)._put(worker)
 
     def _verify(self, worker: Worker) -> World | None:
@@ -652,7 +675,7 @@ class World:
             if number in epochs:  # the store of the old layout too, where that is taken along
                 epochs = (*(e for e in epochs if e >= 0), plan.epoch)
             stores.append((epochs, other))
-        worker = replace(
+        worker = changed(
             worker,
             stores=tuple(stores),
             base_plans=(*worker.base_plans, plan),
@@ -716,7 +739,7 @@ class World:
         assert set(seated_in(order.plan)) <= set(survivors)
         if commit is not None:
             assert commit.step + 1 == version
-        return replace(self, settled_on=(base, version, -1 if commit is None else commit.step))
+        return changed(self, settled_on=(base, version, -1 if commit is None else commit.step))
 
     def _check_end(self, before: State, state: Stopping) -> None:
         """The job may end early only if it cannot go on."""
@@ -783,7 +806,7 @@ def _receiver(entry: tuple[int, str]) -> int:
 
 def _enter(worker: Worker, phase: StepPhase) -> Worker:
     assert phase in FOLLOWS[worker.phase], f"{phase} does not follow {worker.phase}"
-    return replace(worker, phase=phase)
+    return changed(worker, phase=phase)
 
 
 def _follow(worker: Worker, ward: int) -> Worker:
@@ -791,7 +814,7 @@ def _follow(worker: Worker, ward: int) -> Worker:
     store = worker.store
     assert store.update is not None
     following = tuple(other for other in worker.following if other != ward)
-    return replace(worker.with_store(worker.epoch, advance_ward(store, ward, store.update)), following=following)
+    return changed(worker.with_store(worker.epoch, advance_ward(store, ward, store.update)), following=following)
 
 
 def _can_finish(store: Store, settlement: Settlement) -> bool:

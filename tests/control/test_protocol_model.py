@@ -27,7 +27,7 @@ from megatron_elas.spec.transaction import Update
 from tests.control import protocol_model
 from tests.control.jobs import make_job
 from tests.control.protocol_model import Action, Rules, World, begin, program_of
-from tests.control.worker_model import Mode, Place, Worker, describe
+from tests.control.worker_model import Mode, Place, Worker, changed, describe
 
 both_modes = pytest.mark.parametrize("mode", list(Mode))
 
@@ -197,12 +197,13 @@ class Walk(RuleBasedStateMachine):
         stages=st.integers(1, 2),
         rows=st.sampled_from([1, 2, 2, 3, 3]),
         lanes=st.sampled_from([1, 1, 2]),
+        replicas=st.integers(1, 2),
         mode=st.sampled_from(Mode),
         evaluate_after=st.sets(st.integers(0, 2), max_size=2),
     )
-    def start(self, stages: int, rows: int, lanes: int, mode: Mode, evaluate_after: set[int]) -> None:
+    def start(self, stages: int, rows: int, lanes: int, replicas: int, mode: Mode, evaluate_after: set[int]) -> None:
         """A grid and a program of three steps."""
-        job = make_job(pipeline=stages, data=rows, tensor=lanes)
+        job = replace(make_job(pipeline=stages, data=rows, tensor=lanes), snapshot_replicas=replicas)
         self.world = begin(Rules(job=job, program=program_of(3, evaluate_after), mode=mode, links_break=True))
 
     def _go(self, choice: int) -> bool:
@@ -293,7 +294,7 @@ def join_the_norm_early(monkeypatch: pytest.MonkeyPatch) -> None:
         ahead = real(world, worker)
         assert worker.running is not None
         if ahead is None:
-            ahead = world._post(worker, "norm", worker.running)._put(replace(worker, place=Place.NORM))
+            ahead = world._post(worker, "norm", worker.running)._put(changed(worker, place=Place.NORM))
         return ahead
 
     monkeypatch.setitem(protocol_model._STRETCHES, Place.DUTY, duty)
@@ -308,7 +309,7 @@ def leave_copies_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         before, store = worker.store_of(settlement.base_epoch), after.store_of(settlement.base_epoch)
         if before is None or store is None:
             return after
-        return after.with_store(settlement.base_epoch, replace(store, wards=before.wards))
+        return after.with_store(settlement.base_epoch, changed(store, wards=before.wards))
 
     monkeypatch.setattr(protocol_model, "finish_open_step", finish_open_step)
 

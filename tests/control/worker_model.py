@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import Holding, SettleReport
@@ -54,7 +55,14 @@ class Place(enum.StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
+def changed[T](value: T, **changes: Any) -> T:
+    """``dataclasses.replace`` for the models here, which have no slots: a search makes a hundred thousand copies."""
+    new = object.__new__(type(value))
+    new.__dict__.update(value.__dict__, **changes)
+    return new
+
+
+@dataclass(frozen=True)
 class Store:
     """Copies under one layout, as ``runtime/store.py`` keeps them."""
 
@@ -72,15 +80,15 @@ class Store:
 
     def with_ward(self, owner: int, copies: tuple[History, ...]) -> Store:
         """The store with these copies of the ward."""
-        return replace(self, wards=tuple(sorted({**dict(self.wards), owner: copies}.items())))
+        return changed(self, wards=tuple(sorted({**dict(self.wards), owner: copies}.items())))
 
     def with_gradient(self, owner: int, gradient: tuple[int, int]) -> Store:
         """The store with these gradients."""
-        return replace(self, gradients=tuple(sorted({**dict(self.gradients), owner: gradient}.items())))
+        return changed(self, gradients=tuple(sorted({**dict(self.gradients), owner: gradient}.items())))
 
     def forget_after(self, version: int) -> Store:
         """Without newer versions, and what is known of steps that will be run again."""
-        return replace(
+        return changed(
             self,
             kept=_up_to(self.kept, version),
             wards=tuple((owner, _up_to(copies, version)) for owner, copies in self.wards),
@@ -98,7 +106,7 @@ def find_version(copies: Iterable[History], version: int) -> History | None:
     return next((copy for copy in copies if len(copy) == version), None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Worker:
     """Everything about one process."""
 
@@ -127,6 +135,8 @@ class Worker:
     following: tuple[int, ...] = ()
     """Wards whose copies are still to follow the newest update."""
     lead: int = 0
+    waived: int = -1
+    """The newest activity that nobody runs again."""
     done: bool = False
     """The body of the activity between steps was run."""
     idled: bool = False
@@ -163,7 +173,7 @@ class Worker:
     def with_store(self, epoch: int, store: Store) -> Worker:
         """The worker with another store in place of that of this epoch."""
         stores = tuple((epochs, store if epoch in epochs else other) for epochs, other in self.stores)
-        return replace(self, stores=stores)
+        return changed(self, stores=stores)
 
     def keeping(self, epochs_kept: Iterable[int]) -> Worker:
         """Without the layouts of other epochs."""
@@ -171,7 +181,7 @@ class Worker:
         stores = tuple(
             (left, store) for epochs, store in self.stores if (left := tuple(e for e in epochs if e in kept))
         )
-        return replace(self, stores=stores, base_plans=tuple(p for p in self.base_plans if p.epoch in kept))
+        return changed(self, stores=stores, base_plans=tuple(p for p in self.base_plans if p.epoch in kept))
 
     @property
     def epochs(self) -> tuple[int, ...]:
@@ -207,6 +217,7 @@ def settle_report(worker: Worker, program: tuple[str, ...]) -> SettleReport:
         step=program[: worker.activity].count(STEP),
         phase=worker.phase,
         activity=worker.activity,
+        waived=worker.waived,
         holdings=tuple(holdings),
     )
 
@@ -232,17 +243,17 @@ def finish_open_step(worker: Worker, settlement: Settlement) -> Worker:
     update, store = settlement.commit, worker.store_of(settlement.base_epoch)
     if update is not None and store is not None:
         if store.ready == update.step:
-            store = replace(store, update=update)
+            store = changed(store, update=update)
             for owner, _ in store.wards:
                 store = advance_ward(store, owner, update)
             if worker.live is not None and len(worker.live) == update.step:
                 gradient = dict(store.gradients)[worker.me]
                 check_gradient(gradient, update)
-                worker = replace(worker, live=(*worker.live, gradient))
+                worker = changed(worker, live=(*worker.live, gradient))
             worker = worker.with_store(settlement.base_epoch, store)
         if worker.running == update.step:
-            worker = replace(worker, outcome=update.step)
-    return replace(worker, running=None, phase=StepPhase.COMPUTE)
+            worker = changed(worker, outcome=update.step)
+    return changed(worker, running=None, phase=StepPhase.COMPUTE)
 
 
 @cache
