@@ -196,6 +196,8 @@ class Recover(Message, kw_only=True):
 
     plan: ElasticPlan
     settlement: Settlement
+    base: ElasticPlan | None
+    """The plan of ``settlement.base_epoch``, in whose layout the state is, for spares that never saw it."""
     addresses: dict[int, str]
     plan_s: float
     """Time the planner took."""

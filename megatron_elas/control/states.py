@@ -222,6 +222,7 @@ class Resuming:
         return Recover(
             plan=self.plan,
             settlement=self.settlement,
+            base=self.outage.plans.get(self.settlement.base_epoch),
             addresses=self.roster.addresses_of(tuple(sorted((*placement.workers, *placement.spares)))),
             plan_s=self.plan_s,
         )

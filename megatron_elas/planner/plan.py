@@ -40,7 +40,7 @@ def replan(
     left = [*survivors.workers, *survivors.spares]
     if len(left) < job.tensor_parallel:
         raise NoFeasiblePlan(
-            f"epoch {epoch}: {len(left)} workers are left and a cell takes {job.tensor_parallel} (workers lost: "
+            f"epoch {epoch}: too few workers are left ({len(left)}), a cell takes {job.tensor_parallel} (workers lost: "
             f"{sorted(lost)}; before: {old.placement.describe()}): restart on more machines from the newest "
             f"checkpoint with --load"
         )

@@ -105,8 +105,8 @@ class Executor:
             raise EpochChanged(f"epoch {self._control.latest_epoch} was announced before epoch {plan.epoch} began")
         self.lead_activity = settlement.lead_activity
         self.waived_activity = max(self.waived_activity, settlement.waived_activity)
-        # A spare that was behind may not have the layout; it holds nothing of it either.
-        base_plan, base = state.stores.get(settlement.base_epoch, (None, None))
+        # A spare that was behind may not have seen the layout; it holds nothing of it either.
+        base_plan, base = state.stores.get(settlement.base_epoch, (order.base, None))
         for epoch in [e for e in state.stores if e != settlement.base_epoch]:
             del state.stores[epoch]
         state.plan = plan

@@ -150,6 +150,10 @@ class Order(Protocol):
         """From which state."""
 
     @property
+    def base(self) -> ElasticPlan | None:
+        """The plan in whose layout the state is; None when it is taken from a checkpoint."""
+
+    @property
     def addresses(self) -> Mapping[int, str]:
         """Where everybody is."""
 

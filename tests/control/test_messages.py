@@ -46,6 +46,7 @@ EXAMPLES: list[Message] = [
     messages.Recover(
         plan=PLAN,
         settlement=Settlement(base_epoch=0, resume_step=1, lead_activity=2),
+        base=PLAN,
         addresses={0: "a"},
         plan_s=0.1,
     ),

@@ -73,6 +73,7 @@ class Order:
 
     plan: ElasticPlan
     settlement: Settlement
+    base: ElasticPlan | None
     addresses: dict[int, str]
 
 
@@ -173,7 +174,12 @@ class Job:
                         raise
                     settlement = fallback
                 addresses = {worker: self.workers[worker].transport.address for worker in self.survivors}
-                self.orders[self.epoch] = Order(plan=plan, settlement=settlement, addresses=addresses)
+                self.orders[self.epoch] = Order(
+                    plan=plan,
+                    settlement=settlement,
+                    base=self.plans.get(settlement.base_epoch),
+                    addresses=addresses,
+                )
                 self.changed.notify_all()
 
     def wait(self, condition: Callable[[], Any], what: str) -> Any:
