@@ -429,7 +429,7 @@ def test_fewer_workers_than_a_cell_takes_give_up_with_their_own_code() -> None:
     fault = "kill:worker=1@step=5,phase=between"
     outcome = elasrun("--nproc-per-node", "2", *FAST, TOY, "1", "1", "1", fault, environ={"TOY_LANES": "2"})
     assert outcome.code == 3
-    assert "1 workers are left and a cell takes 2" in outcome.err
+    assert "too few workers are left (1), a cell takes 2" in outcome.err
 
 
 def test_losing_a_whole_stage_is_recovered_from_with_fewer_stages() -> None:

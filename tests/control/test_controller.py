@@ -514,7 +514,7 @@ def test_fewer_workers_than_a_cell_takes_give_up() -> None:
     for worker in (1, 2, 3):
         director.send(exited(worker, -9))
     assert stop_code(director) == ExitCode.GAVE_UP
-    assert "1 workers are left and a cell takes 2" in director.state.sentence
+    assert "too few workers are left (1), a cell takes 2" in director.state.sentence
 
 
 def test_losing_a_whole_stage_is_settled_like_any_other_loss(running: Director) -> None:

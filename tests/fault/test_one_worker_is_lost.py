@@ -131,4 +131,4 @@ def test_fewer_workers_than_a_cell_takes_end_the_job_with_its_own_code_and_a_sen
     fault = "kill:worker=1@step=4,phase=forward,microbatch=1"
     run = run_job(tmp_path / "run", ("--tensor-model-parallel-size=2",), workers=2, faults=[fault])
     assert run.fired == [fault] and run.code == 3, run.output[-6000:]
-    assert "1 workers are left and a cell takes 2" in run.output and "--load" in run.output
+    assert "too few workers are left (1), a cell takes 2" in run.output and "--load" in run.output

@@ -54,7 +54,7 @@ def test_whoever_is_lost_all_layers_and_micro_batches_are_run_as_long_as_a_cell_
         lost = data.draw(st.sets(st.sampled_from(sorted(alive)), min_size=1, max_size=job.world_size), label="lost")
         alive -= lost
         if len(alive) < job.tensor_parallel:
-            with pytest.raises(NoFeasiblePlan, match=rf"{len(alive)} workers are left and a cell takes"):
+            with pytest.raises(NoFeasiblePlan, match=rf"too few workers are left \({len(alive)}\), a cell takes"):
                 replan(job, plan, lost, epoch, domains)
             return
         before, plan = plan, replan(job, plan, lost, epoch, domains)
@@ -180,6 +180,6 @@ def test_spares_stay_spares_where_another_cell_would_not_help() -> None:
 def test_a_worker_alone_is_not_enough_for_a_cell_of_two_and_the_sentence_says_so() -> None:
     job = make_job((2, 2, 1), 2, 2)
     with pytest.raises(
-        NoFeasiblePlan, match=r"epoch 1: 1 workers are left and a cell takes 2 \(workers lost: \[0, 1, 2"
+        NoFeasiblePlan, match=r"epoch 1: too few workers are left \(1\), a cell takes 2 \(workers lost: \[0, 1, 2"
     ):
         lose(job, {0, 1, 2})

@@ -150,7 +150,7 @@ def test_a_job_that_gives_up_ends_with_that_code(sbatch: Submit) -> None:
     fault = FAULT.replace("worker=3", "worker=1")
     batch = sbatch("tiny", *FLAGS, "--elastic-inject", fault, TP="2", PP="1", WORKERS="1")
     assert batch.finish() == 3, batch.output[-4000:]
-    assert "1 workers are left and a cell takes 2" in batch.output
+    assert "too few workers are left (1), a cell takes 2" in batch.output
 
 
 @pytest.mark.slow
