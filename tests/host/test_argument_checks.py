@@ -125,6 +125,7 @@ def test_each_worker_has_one_backup_that_replays_unless_told_otherwise() -> None
         (["--elastic-snapshot", "none"], "invalid choice: 'none'"),
         (["--elastic-snapshot-replicas", "0"], r"must be a whole number from 1 up, got '0' \(none: --elastic-snapshot"),
         (["--elastic-snapshot-replicas", "-1"], "from 1 up, got '-1'"),
+        (["--elastic-snapshot-verify-interval", "-1"], "whole number of steps from 0 up, got '-1'"),
         (["--elastic-snapshot-replicas", "1.5"], "from 1 up, got '1.5'"),
     ],
 )
