@@ -11,6 +11,7 @@ from megatron_elas.spec.errors import ExitCode
 from megatron_elas.spec.faults import RECOVERY_PHASES, Fault, FaultKind, FaultPhase
 from tests.fault.scenarios import (
     APART,
+    KINDS,
     SURVIVOR_PHASES,
     UNVERIFIED_PHASES,
     Scenario,
@@ -65,7 +66,7 @@ def all_targets(setting: Setting, phases: Sequence[FaultPhase]) -> list[Target]:
     that is being recovered from is not struck when the recovery is as good as done: whether others have noticed
     decides then whether the job can go on.
     """
-    targets = [Target(phase=p, kind=k, role=r) for p, k, r in itertools.product(phases, FaultKind, Role)]
+    targets = [Target(phase=p, kind=k, role=r) for p, k, r in itertools.product(phases, KINDS, Role)]
 
     def exists(target: Target) -> bool:
         if target.role is Role.SPARE:

@@ -15,6 +15,8 @@ from tests.fault.warm_launcher import WarmLauncher
 
 FIRST, APART = 2, 3
 """Step of the first event, and steps from one to the next; evaluations and saves come after these steps."""
+KINDS = tuple(kind for kind in FaultKind if kind is not FaultKind.HANG)
+"""That are noticed within a second; a hang takes as long as the job's limits say, see ``test_hangs.py``."""
 SURVIVOR_PHASES = (FaultPhase.RECOVERY_QUIESCE, FaultPhase.RECOVERY, FaultPhase.RECOVERY_RESTORE)
 """Phases of a recovery that a worker comes to which has no seat after it."""
 UNVERIFIED_PHASES = (*SURVIVOR_PHASES, FaultPhase.RECOVERY_REBUILD, FaultPhase.RECOVERY_VERIFY)

@@ -29,6 +29,7 @@ from megatron_elas.spec.faults import RECOVERY_PHASES, Fault, FaultKind, FaultPh
 from tests.fault.runs import Run
 from tests.fault.scenarios import (
     APART,
+    KINDS,
     UNPREPARED_PHASES,
     UNVERIFIED_PHASES,
     Scenario,
@@ -109,7 +110,7 @@ def _draw_one(
     runs = len(outlook.next_plan.items_of(worker))
     # Of an evaluation's items there are as many. A save has no micro-batch but "about to write".
     microbatch = None if phase is FaultPhase.SAVE else rng.randrange(runs)
-    return [strike(rng.choice(list(FaultKind)), worker, event, phase, microbatch)], outlook.without(worker)
+    return [strike(rng.choice(KINDS), worker, event, phase, microbatch)], outlook.without(worker)
 
 
 def _draw_two(
@@ -119,7 +120,7 @@ def _draw_two(
     (first,), before = _draw_one(rng, outlook, event, UNPREPARED_PHASES if same_step else phases)
     if before.exit_code is not ExitCode.FINISHED:
         return [], before
-    kind, worker = rng.choice(list(FaultKind)), rng.choice((*before.seated, *before.spares))
+    kind, worker = rng.choice(KINDS), rng.choice((*before.seated, *before.spares))
     after = before.without(worker)
     if same_step:
         # Either may come first: each must have a seat without the other, so that it comes to its place all the same.
@@ -214,7 +215,7 @@ class Soak:
 
     def print_table(self) -> None:
         """Faults by phase and kind, what they came to, and RESULT lines."""
-        kinds = list(FaultKind)
+        kinds = KINDS
         print(f"\n{'phase':18}" + "".join(f"{kind:>10}" for kind in kinds) + f"{'all':>8}")
         for phase in FaultPhase:
             row = [self.struck[phase, kind] for kind in kinds]

@@ -161,11 +161,15 @@ def _become_elasrun(job: dict[str, Any]) -> int:
     pid = _fork(lambda: _become_starter(ours, theirs))
     theirs.close()
 
-    async def take_fork(*command: str, pass_fds: Sequence[int], env: dict[str, str], **_: Any) -> _Fork:
+    start_program = asyncio.create_subprocess_exec
+
+    async def take_fork(*command: str, **options: Any) -> Any:
+        if "megatron_elas.control.starter_process" not in command:
+            return await start_program(*command, **options)
         (*_command, fd, watch_fd, agent_pid, preloaded) = command
         assert (int(agent_pid), preloaded) == (os.getpid(), _PRELOADED), command
-        socket.send_fds(ours, [json.dumps(env).encode()], pass_fds)
-        assert [int(fd), int(watch_fd)] == list(pass_fds)
+        assert [int(fd), int(watch_fd)] == list(options["pass_fds"])
+        socket.send_fds(ours, [json.dumps(options["env"]).encode()], options["pass_fds"])
         ours.close()
         return _Fork(pid)
 
