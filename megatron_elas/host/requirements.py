@@ -61,6 +61,8 @@ def check_elastic_arguments(args: Any, platform: PlatformName) -> None:
         "--iterations-to-skip": bool(args.iterations_to_skip),
         "--ddp-average-in-collective": args.ddp_average_in_collective,
         "--use-tp-pp-dp-mapping": args.use_tp_pp_dp_mapping,
+        # When a checkpoint is saved it looks for the start of a job of as many workers as are left.
+        "--log-progress": args.log_progress,
     }
     for what, given in refused.items():
         if given:

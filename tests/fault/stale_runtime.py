@@ -206,11 +206,16 @@ def _holders_of(thing: Any, scene: Scene) -> str:
     names = set()
     for holder in gc.get_referrers(thing):
         if id(holder) in scene.identities:  # the walk's own lists and frames are not among them
-            names.add(type(holder).__qualname__)
+            names.add(type(holder).__qualname__ + (f" of {code.co_qualname}" if (code := _code_of(holder)) else ""))
         elif isinstance(holder, dict):  # an object's, made when the walk asked for it
             owners = [owner for owner in gc.get_referrers(holder) if getattr(owner, "__dict__", None) is holder]
             names.update(type(owner).__qualname__ for owner in owners)
     return ", ".join(sorted(names)) or "nothing that can be seen"
+
+
+def _code_of(holder: Any) -> Any:
+    """What a frame runs; None for anything else."""
+    return getattr(holder, "f_code", None)
 
 
 def threads(scene: Scene) -> Iterator[Finding]:

@@ -164,9 +164,6 @@ def test_memory_of_a_recovery_is_as_told(tmp_path: Path, snapshot: str) -> None:
         steady, (peak,) = size["tensors"][1], size["tensors in recovery"]
         more = peak - steady
         assert more == pytest.approx(before.recovery + after.optimizer - before.optimizer, rel=0.02), worker
-        assert size["tensors"][-1] - steady == pytest.approx(
-            after.host + after.optimizer - before.host - before.optimizer, rel=0.05
-        )
 
 
 HUGE = shlex.split(
@@ -180,13 +177,14 @@ HUGE = shlex.split(
 def test_a_job_that_does_not_fit_is_refused_before_anything_is_built(tmp_path: Path) -> None:
     run = run_command([*launcher(2), "-m", "megatron_elas.pretrain_gpt", *HUGE], tmp_path / "run", (), 100)
     assert run.code == 2, run.output[-3000:]
-    told = [line for line in run.output.splitlines() if line.startswith("megatron_elas: host memory")]
-    assert len(told) == 1
+    # The worker itself may be ended before it has said it too.
+    told = [line for line in run.output.splitlines() if line.startswith("elasrun: worker 0: host memory")]
+    assert len(told) == 1, run.output[-3000:]
     assert re.search(
         r"host memory is too small for workers 0-1: [\d.]+ GiB = [\d.]+ GiB for training, [\d.]+ GiB for copies of "
         r"optimizer state \(--elastic-snapshot replay\) and [\d.]+ GiB more while a recovery goes on; available are "
         r"[\d.]+ GiB \(.*\): start fewer workers on this node, raise the limit, or keep fewer copies with "
-        r"--elastic-snapshot off$",
+        r"--elastic-snapshot off \(exit code 2\)$",
         told[0],
     ), told[0]
     assert "building GPT model" not in run.output and "Traceback" not in run.output

@@ -24,7 +24,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "cuda_graph_impl": "none", "optimizer_cuda_graph": False, "non_persistent_ckpt_type": None, "optimizer": "adam",
         "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False, "async_save": False, "save": None,
         "ckpt_format": "torch_dist", "phase_transition_iterations": None, "iterations_to_skip": [],
-        "ddp_average_in_collective": False, "use_tp_pp_dp_mapping": False,
+        "log_progress": False, "ddp_average_in_collective": False, "use_tp_pp_dp_mapping": False,
         "exit_duration_in_mins": None, "exit_signal_handler": False,
         "adlr_autoresume": False, "ckpt_assume_constant_structure": False, "world_size": 4,
         "elastic_snapshot": "replay", "elastic_snapshot_replicas": 1,
@@ -58,6 +58,7 @@ def test_other_platforms_are_refused() -> None:
         ({"optimizer": "sgd"}, "--optimizer sgd"),
         ({"save": "x", "ckpt_format": "torch"}, "--ckpt-format torch"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers"),
+        ({"log_progress": True}, "--log-progress"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
