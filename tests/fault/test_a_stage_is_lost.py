@@ -106,7 +106,8 @@ def kill(worker: int, step: int, phase: str = "backward") -> str:
 def test_a_stage_of_one_cell_is_lost(name: str, worker: int, calm: dict[str, Run], tmp_path: Path) -> None:
     run = lose(name, [kill(worker, 6)], tmp_path)
     assert_same_model(run, calm[name])
-    assert_nothing_stale(run)
+    for seated, record in run.records("final").items():
+        assert record["problems"] == [], f"worker {seated}"
 
 
 @pytest.mark.slow

@@ -59,7 +59,8 @@ def find_stale(attached: Any) -> dict[str, Any]:
     session.plan, session._host = attached.route.plan, attached.host
     session._pool = SimpleNamespace(_mirrors={})
     session._control = SimpleNamespace(latest_epoch=session.plan.epoch)
-    session._state = SimpleNamespace(store=SimpleNamespace(layout=attached.host._access.layout()))
+    layout = attached.host._access.layout()
+    session._state = SimpleNamespace(store=SimpleNamespace(layout=layout), catalogue=session.catalogue)
     scene = Scene(attached)
     return {check.__name__: list(check(scene)) for check in CHECKS}
 
