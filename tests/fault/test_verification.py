@@ -114,7 +114,7 @@ def kill(*workers: int, step: int, phase: str = "forward,microbatch=0") -> list[
 def test_owner_and_backup_lost_together_lead_back_to_the_checkpoint_in_place(tmp_path: Path) -> None:
     grid = ("--pipeline-model-parallel-size=2",)
     undisturbed = run_job(tmp_path / "calm", grid, workers=6, batch=12, steps=STEPS)
-    faults = kill(1, 2, step=6)
+    faults = [*kill(1, step=6), *kill(2, step=6, phase="recovery")]  # before its copies have gone anywhere
     flags = (*grid, *CHECKPOINTS, f"--save={tmp_path / 'checkpoints'}")
     run = run_job(tmp_path / "run", flags, workers=6, batch=12, faults=faults, steps=STEPS)
     assert sorted(run.fired) == faults
