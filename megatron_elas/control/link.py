@@ -184,7 +184,10 @@ class ControlLink:
             if self.latest_epoch > epoch:
                 raise EpochChanged(f"epoch {self.latest_epoch} was announced while waiting for the plan of {epoch}")
             recover = self._recover
-            return recover if recover is not None and recover.plan.epoch == epoch else None
+            if recover is None or recover.plan.epoch != epoch:
+                return None
+            self._recover = None  # it holds plans of two epochs
+            return recover
 
         return self._wait(find, timeout_s, f"the plan of epoch {epoch}")
 

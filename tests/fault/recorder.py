@@ -15,6 +15,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def main() -> int:
         attached.communicator.muted = attached.communicator.tolerant = False
         state = shard(attached)
         state |= {"footprints": footprints, "reduced": reduce_all(attached)}
-        state["problems"] = [] if traced else find_stale(Scene(attached))
+        state["problems"] = [] if traced else find_lasting(attached)
         state["parameters"] = {name: param.detach().clone() for name, param in parameters(attached)}
         save("final", attached.worker, state)
         finish()
@@ -152,10 +153,18 @@ def shard(attached: Any) -> dict[str, Any]:
     return {"stage": seat.stage, "lane": seat.lane, "pieces": pieces, "step": float(flat[-1]), "pid": os.getpid()}
 
 
+def find_lasting(attached: Any) -> list[str]:
+    """What is stale and stays so. Another thread may just be letting go of what a recovery left over."""
+    deadline = time.monotonic() + 5
+    while (problems := find_stale(Scene(attached))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return problems
+
+
 def walk(attached: Any, step: int) -> dict[str, Any]:
     """What is stale after a committed step, and what the worker costs."""
     footprint = take_footprint(attached)
-    problems = find_stale(Scene(attached))
+    problems = find_lasting(attached)
     objects = gc.get_objects()  # only now: the first walk imports what it looks at
     return footprint | {
         "step": step,
