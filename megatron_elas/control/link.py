@@ -324,10 +324,14 @@ class ControlLink:
 
     def _beat(self) -> None:
         while not self._closing.wait(self._heartbeat_interval_s) and self._gone is None:
-            frame = main_frame()
-            waiting = is_waiting(frame)
-            self.send(Heartbeat(worker=self._worker, epoch=self._epoch, step=self._step, waiting=waiting))
-            self._look_for_progress(frame, waiting)
+            self._beat_once()
+
+    def _beat_once(self) -> None:
+        # The frame must not outlive this call: it keeps all that a cancelled step held, until the next beat.
+        frame = main_frame()
+        waiting = is_waiting(frame)
+        self.send(Heartbeat(worker=self._worker, epoch=self._epoch, step=self._step, waiting=waiting))
+        self._look_for_progress(frame, waiting)
 
     def _look_for_progress(self, frame: FrameType | None, waiting: bool) -> None:
         stalled_s = self._watch.look(time.monotonic(), waiting)
