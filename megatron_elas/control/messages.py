@@ -16,7 +16,7 @@ from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Larger messages end the connection. A plan of 100,000 workers is about 10 MiB."""

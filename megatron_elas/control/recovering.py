@@ -14,7 +14,14 @@ from megatron_elas.control.commands import Command, LogLoss, MakePlan, Note, Sho
 from megatron_elas.control.crashes import shorten
 from megatron_elas.control.ending import Step, dismiss, finish, stop
 from megatron_elas.control.messages import KillWorker, LeaveOut, Quiesce, Stop, Unverified
-from megatron_elas.control.recovery_block import facts_of, find_slowest, format_block, loss_facts, phases_ms
+from megatron_elas.control.recovery_block import (
+    facts_of,
+    find_slowest,
+    format_block,
+    longest_background_s,
+    loss_facts,
+    phases_ms,
+)
 from megatron_elas.control.states import Outage, Resuming, Roster, Running, Settling
 from megatron_elas.planner.fallback import fall_back
 from megatron_elas.planner.settle import settle
@@ -289,7 +296,7 @@ def _run_if_recovered(state: Resuming) -> Step:
             epoch=state.epoch,
             text=format_block(state.outage, state.plan, reports, state.plan_s),
             phases_ms=phases_ms(state.outage, find_slowest(reports), state.plan_s),
-            facts=facts_of(state.outage, state.plan, find_slowest(reports)),
+            facts=facts_of(state.outage, state.plan, find_slowest(reports), longest_background_s(reports)),
         ),
     )
 

@@ -68,13 +68,16 @@ def format_block(outage: Outage, plan: ElasticPlan, reports: Sequence[RecoveryRe
             f"resumed  step {slowest.resume_step} on {len(seated)} of {len(outage.began_in.workers)} workers, "
             f"{lengths['total']:.1f} ms after {since}, {moved_bytes / 1e6:.1f} MB moved",
             *_format_table(lengths, slowest.worker),
+            *_format_background(reports),
             "-" * 80,
         ]
     )
 
 
-def facts_of(outage: Outage, plan: ElasticPlan, report: RecoveryReport) -> dict[str, object]:
-    """What the block says besides its times, for programs.
+def facts_of(
+    outage: Outage, plan: ElasticPlan, report: RecoveryReport, background_s: float = 0.0
+) -> dict[str, object]:
+    """What the block says besides its times, for programs. ``background_s`` is that of the worker where it was longest.
 
     A lost spare has no stage, cell and lane. Spares that live are survivors.
     """
@@ -86,6 +89,7 @@ def facts_of(outage: Outage, plan: ElasticPlan, report: RecoveryReport) -> dict[
         "resume_step": report.resume_step,
         "failed_checks": list(outage.unverified),
         "checkpoint": outage.checkpoint,
+        "background_s": background_s,
         "survivors": sorted((*plan.placement.workers, *plan.placement.spares)),
     }
 
@@ -107,6 +111,16 @@ def _format_loss(outage: Outage, loss: WorkerLost) -> str:
     seat = outage.began_in.find_seat(loss.worker)
     where = "spare" if seat is None else f"stage {seat.stage}, cell {seat.cell}, lane {seat.lane}"
     return f"lost     worker {loss.worker} ({where}): {loss.reason}, {loss.detail}"
+
+
+def longest_background_s(reports: Sequence[RecoveryReport]) -> float:
+    """Of the moves that ran beside the first step; 0 when there were none."""
+    return max((report.background_s for report in reports), default=0.0)
+
+
+def _format_background(reports: Sequence[RecoveryReport]) -> list[str]:
+    seconds = longest_background_s(reports)
+    return [f"beside   optimizer state and copies moved for {seconds * 1e3:.1f} ms during first_step"] if seconds else []
 
 
 def _format_table(lengths: dict[str, float], worker: int) -> list[str]:

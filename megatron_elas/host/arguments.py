@@ -53,6 +53,14 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         help="Compare the copies of optimizer states with their owners, by checksums, before every so many steps, and "
         "send those anew that differ; 0: never; default: 100.",
     )
+    group.add_argument(
+        "--elastic-migration",
+        choices=("async", "blocking"),
+        default="async",
+        help="When optimizer state goes to its new owners after a loss: async lets it move while the next step's forward "
+        "and backward passes run, where all workers keep their layers; blocking moves it before the step, for "
+        "comparison; default: async.",
+    )
     return parser
 
 

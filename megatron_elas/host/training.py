@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from megatron_elas.host.data import SeekableLoader
 from megatron_elas.host.groups import plan_groups, write_globals
 from megatron_elas.host.inspection import Inspector
 from megatron_elas.host.log_handover import Log
-from megatron_elas.host.model import clear_communication, fit_buffers, sum_gradients
+from megatron_elas.host.model import bucket_groups_of, clear_communication, fit_buffers, sum_gradients
 from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess
 from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.host.restage import ModelFactory, Part, has_room, seed_streams
@@ -136,6 +136,10 @@ class MegatronHost:
     def read_shard(self, flat: torch.Tensor) -> None:
         """See Host."""
         self._access.read(flat)
+
+    def shard_reader(self) -> Callable[[torch.Tensor], None]:
+        """See Host."""
+        return self._access.read
 
     def write_shard(self, flat: torch.Tensor) -> None:
         """See Host."""
@@ -256,6 +260,15 @@ class MegatronHost:
         """See Host."""
         for ddp in self._model:
             ddp.start_param_sync(force_sync=True)
+
+    def has_gathered(self, *, in_step: bool) -> bool:
+        """See Host."""
+        if not get_args().overlap_param_gather:
+            return True
+        return in_step and all(
+            group.param_gather_dispatched and group.param_gather_handle is None
+            for group in bucket_groups_of(self._model)
+        )
 
     def capture(self) -> Captured:
         """See Host."""

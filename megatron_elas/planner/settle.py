@@ -50,6 +50,11 @@ def settle(
                 waived_activity=max(report.waived for report in reports),
                 holders=_find_holders(holdings, plans[epoch], commit, version),
                 commit=commit if commit is not None and version == commit.step + 1 else None,
+                parameters_whole=all(
+                    holding.parameters == version
+                    for worker, holding in holdings.items()
+                    if plans[epoch].placement.find_seat(worker) is not None
+                ),
             )
         reasons.append(f"layout of epoch {epoch}: {reason}")
     if not shared:

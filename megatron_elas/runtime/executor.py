@@ -1,5 +1,9 @@
 """Carries out a plan on one worker: edit groups, restore, rebuild, verify.
 
+Optimizer state is needed only for the update at a step's end. When all workers have the parameters of the step that is
+next (``Settlement.parameters_whole``) and keep their layers, the step begins while the state moves (a *remap*), and
+``complete`` waits for it before the norm of the gradients; else all is in its place before the step begins.
+
 It decides nothing. Each step may be cut short by a further membership change (EpochChanged); the
 layout the state was found in stays whole until a step is committed under the new one, so the next
 recovery starts from there.
@@ -9,20 +13,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from megatron_elas.runtime.communicator.membership import Membership
-from megatron_elas.runtime.migration import apply_moves
 from megatron_elas.runtime.ports import Control, FaultPoint, Groups, Host, Order
+from megatron_elas.runtime.restoring import Restoring, make_store, take_over
 from megatron_elas.runtime.snapshots import SnapshotPool
 from megatron_elas.runtime.state import Fit, WorkerState
 from megatron_elas.runtime.store import ShardStore
 from megatron_elas.runtime.transport.base import Transport
+from megatron_elas.runtime.verification.checks import BEFORE_FORWARD
 from megatron_elas.runtime.verification.rows import Sums
 from megatron_elas.runtime.verification.verify import Copy, Evidence, verify
 from megatron_elas.spec.catalogue import Catalogue, StageContents
 from megatron_elas.spec.errors import EpochChanged, StateInvalid
 from megatron_elas.spec.plan import ElasticPlan, Settlement
-from megatron_elas.spec.remap import keeps_shard, plan_remap
+from megatron_elas.spec.remap import keeps_model
 from megatron_elas.spec.report import RecoveryReport
 
 
@@ -38,14 +44,26 @@ def gather_catalogue(host: Host, groups: Groups) -> Catalogue:
     return catalogue
 
 
-def make_store(catalogue: Catalogue, plan: ElasticPlan, worker: int, versions: int) -> ShardStore:
-    """Empty copies for a seated worker's own shard and its wards' under the plan."""
-    return ShardStore(
-        layout=catalogue.layout(plan, worker),
-        backups=plan.backups_of(worker),
-        wards={ward: catalogue.layout(plan, ward) for ward in plan.wards_of(worker)},
-        versions=versions,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    """What a remap beside the first step has done, on this worker."""
+
+    moved_bytes: int
+    background_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Remap:
+    """State that is on its way under the plan in force, while the step that needs it last runs already."""
+
+    plan: ElasticPlan
+    store: ShardStore
+    restoring: Restoring
+    write: bool
+    """Whether the optimizer in use is to be filled."""
+    base: ShardStore | None
+    borrowed: tuple[tuple[int, int], ...]
+    """See ``Evidence``."""
 
 
 class Executor:
@@ -60,6 +78,7 @@ class Executor:
         groups: Groups,
         control: Control,
         strike: FaultPoint,
+        beside: bool = True,
     ) -> None:
         self.lead_activity = 0
         """The most joint activities any survivor's loop had completed at the last recovery."""
@@ -72,6 +91,8 @@ class Executor:
         self._groups = groups
         self._control = control
         self._strike = strike
+        self._beside = beside
+        self._remap: _Remap | None = None
 
     def apply(self, order: Order, loop_step: int) -> RecoveryReport:
         """Take the state to ``order.settlement.resume_step`` under ``order.plan``.
@@ -119,128 +140,203 @@ class Executor:
         place = loop_step if base is not None or settlement.checkpoint is not None else settlement.resume_step
         self._strike(place, "recovery", None)
         self._strike(place, "recovery-restore", None)
-        moved_bytes, sent = 0, None
+        version, restoring, beside = settlement.resume_step, None, False
         if settlement.checkpoint is None:
-            store, moved_bytes, sent = self._restore(base_plan, base, plan, settlement, alive)
+            restoring = self._prepare(base_plan, base, plan, settlement, alive)
+            store = None if restoring is None else restoring.store
+            beside = store is not None and self._goes_on(base_plan, plan, settlement)
+            if restoring is not None and not beside:
+                restoring.run()
         else:
             state.stores.clear()
             store = make_store(state.catalogue, plan, state.worker, self._pool.mode.versions) if seated else None
             state.stores[plan.epoch] = (plan, store)
         marks["restore"] = time.time()
         if store is not None:
-            if settlement.checkpoint is None:
-                self._pool.renew(store, settlement.resume_step)  # on its way while the optimizer is built
+            borrowed = _replaceable(base_plan, settlement, alive)
+            if beside:
+                assert restoring is not None
+                self._pool.arrive(store, version, restoring.run)
+            elif restoring is not None:
+                self._pool.renew(store, version)  # on its way while the optimizer is built
             self._strike(place, "recovery-rebuild", None)
+            stale = False
             if settlement.checkpoint is None:
-                self._rebuild(plan, store, settlement.resume_step)
+                stale = self._rebuild(plan, version, parameters_too=not beside)
+                if not beside:
+                    self._fill(store, version, stale)
+                self._rewind(version)
             else:
                 self._load(plan, store, settlement.checkpoint)
-                self._pool.renew(store, settlement.resume_step)
+                self._pool.renew(store, version)
             marks["rebuild"] = time.time()
-            self._pool.wait()
+            if not beside:
+                self._pool.wait()
             self._strike(place, "recovery-verify", None)
-            self._verify(plan, store, settlement.resume_step, sent, base, _replaceable(base_plan, settlement, alive))
+            if beside:
+                assert restoring is not None
+                self._verify_parameters(plan, version)
+                self._remap = _Remap(
+                    plan=plan, store=store, restoring=restoring, write=stale, base=base, borrowed=borrowed
+                )
+            else:
+                self._verify(plan, store, version, None if restoring is None else restoring.sent, base, borrowed)
             marks["verify"] = time.time()
         else:
             state.fitted = None
         state.stores[plan.epoch] = (plan, store)
-        state.live = settlement.resume_step if store is not None else None
+        state.live = version if store is not None else None
         if store is not None:
             self._strike(place, "recovery-resume", None)
         return RecoveryReport(
-            worker=state.worker, epoch=plan.epoch, resume_step=settlement.resume_step, marks_s=marks,
-            moved_bytes=moved_bytes,
+            worker=state.worker, epoch=plan.epoch, resume_step=version, marks_s=marks,
+            moved_bytes=0 if beside or restoring is None else restoring.moved_bytes,
         )  # fmt: skip
 
-    def _restore(
+    @property
+    def remapping(self) -> bool:
+        """Whether optimizer state of the plan in force is still on its way here, or unverified."""
+        return self._remap is not None
+
+    def complete(self) -> Arrived | None:
+        """Wait for the state that is on its way, and make it the one in use: from here on the plan's layout counts.
+        All seated workers call it, before an update of the parameters.
+
+        Returns:
+            None when nothing was on its way.
+
+        Raises:
+            EpochChanged, PeerLost: Cut short; the layout before is whole.
+            VerificationFailed: A check failed; copies that are bad are dropped.
+        """
+        remap, state = self._remap, self._state
+        if remap is None:
+            return None
+        took_s = self._pool.wait()
+        assert state.live is not None
+        version, state.gathered = state.live, None
+        if remap.write:
+            self._host.write_shard(remap.store.own.get(version))
+        self._verify(remap.plan, remap.store, version, remap.restoring.sent, remap.base, remap.borrowed)
+        state.gathered = version
+        self._remap = None
+        return Arrived(moved_bytes=remap.restoring.moved_bytes, background_s=took_s)
+
+    def abandon(self) -> None:
+        """The membership has ended and nothing is in flight: a layout that is not complete is not held."""
+        if self._remap is not None:
+            del self._state.stores[self._remap.plan.epoch]
+            self._state.live = None
+            self._remap = None
+
+    def _prepare(
         self,
         base_plan: ElasticPlan | None,
         base: ShardStore | None,
         plan: ElasticPlan,
         settlement: Settlement,
         alive: Collection[int],
-    ) -> tuple[ShardStore | None, int, Sums | None]:
-        """This worker's copies under the new plan, own shard complete; bytes sent to others; checksums of what came."""
+    ) -> Restoring | None:
+        """What is to be done for this worker's copies under the new plan; None when it takes no part."""
         state, version = self._state, settlement.resume_step
         if base_plan is None:
             if plan.placement.find_seat(state.worker) is None:
-                return None, 0, None
+                return None
             raise StateInvalid(
                 f"epoch {plan.epoch}: worker {state.worker} gets a seat and does not know the plan of epoch "
                 f"{settlement.base_epoch}, in whose layout the state is. Restart from the newest checkpoint with --load"
             )
+        reader = None
         if base is not None:
             if version not in base.own.held:
                 assert state.live == version, f"worker {state.worker} reported version {version} but has {state.live}"
-                self._pool.keep_own(base, version)
+                reader = self._host.shard_reader()
             base.forget_after(version)
         owners = base_plan.placement.workers
-        holders = {worker: worker for worker in owners if worker in alive} | dict(settlement.holders)
-        moves = plan_remap(state.catalogue, base_plan, plan, holders)
-        sources = {}
-        if base is not None:
-            held = (owner for owner, holder in holders.items() if holder == state.worker)
-            sources = {owner: base.copy_of(owner, state.worker).get(version) for owner in held}
-        store = self._take_over(base_plan, base, plan)
-        target = None
-        if store is not None and version not in store.own.held:
-            target = store.own.begin(version)
-            target[-1] = 0  # stays where there is nothing to own but padding
-        moved_bytes, sent = apply_moves(moves, state.worker, sources, target, self._transport)
-        if store is not None:
-            store.own.complete(version)
-        return store, moved_bytes, None if target is None else sent
+        return Restoring(
+            worker=state.worker,
+            version=version,
+            catalogue=state.catalogue,
+            base_plan=base_plan,
+            base=base,
+            plan=plan,
+            store=take_over(state.catalogue, base_plan, base, plan, state.worker, self._pool.mode.versions),
+            holders={worker: worker for worker in owners if worker in alive} | dict(settlement.holders),
+            reader=reader,
+            transport=self._transport,
+        )
 
-    def _take_over(self, base_plan: ElasticPlan, base: ShardStore | None, plan: ElasticPlan) -> ShardStore | None:
-        """The store under the new plan, with those copies that are the same as under the old one; the old one itself
-        if all are; None for a spare.
+    def _goes_on(self, base_plan: ElasticPlan | None, plan: ElasticPlan, settlement: Settlement) -> bool:
+        """Whether the step can begin before optimizer state is in its place; the same answer on all seated workers."""
+        return (
+            self._beside
+            and base_plan is not None
+            and settlement.parameters_whole
+            and all(keeps_model(base_plan, plan, worker) for worker in plan.placement.workers)
+        )
+
+    def _rebuild(self, plan: ElasticPlan, version: int, *, parameters_too: bool) -> bool:
+        """Have a model and an optimizer that fit the plan. Gives whether the optimizer has another state than that of
+        ``version``; with ``parameters_too`` the parameters may have, too.
         """
-        state, catalogue = self._state, self._state.catalogue
-        if plan.placement.find_seat(state.worker) is None:
-            return None
-        store = make_store(catalogue, plan, state.worker, self._pool.mode.versions)
-        if base is None:
-            return store
-        kept = [owner for owner in (state.worker, *store.wards) if keeps_shard(catalogue, base_plan, plan, owner)]
-        if state.worker in kept and kept[1:] == list(base.wards) == list(store.wards) and base.backups == store.backups:
-            return base
-        for owner in kept:
-            if owner == state.worker:
-                store.own = base.own
-            elif owner in base.wards:
-                store.wards[owner] = base.wards[owner]
-        return store
-
-    def _rebuild(self, plan: ElasticPlan, store: ShardStore, version: int) -> None:
-        """Make the restored shard the one in use, on a model and an optimizer that fit the plan."""
-        state, host = self._state, self._host
+        state = self._state
         fit = Fit.of(plan, state.worker)
         stale = state.live != version
         state.live = None
+        if parameters_too:
+            state.gathered = None
         if state.fitted != fit:
             state.fitted = None
-            host.rebuild(plan)
+            self._host.rebuild(plan)
             state.fitted = fit
             stale = True
+        return stale
+
+    def _fill(self, store: ShardStore, version: int, stale: bool) -> None:
+        """Make the restored shard the one in use, and gather the parameters."""
         if stale:
-            host.write_shard(store.own.get(version))
-        host.sync_parameters()
-        if version in state.captures:
-            host.rewind(state.captures[version])
+            self._host.write_shard(store.own.get(version))
+        self._host.sync_parameters()
+        self._state.gathered = version
+
+    def _rewind(self, version: int) -> None:
+        if version in self._state.captures:
+            self._host.rewind(self._state.captures[version])
         else:  # this worker had not yet entered that step, or had no seat
-            host.catch_up(version)
+            self._host.catch_up(version)
 
     def _load(self, plan: ElasticPlan, store: ShardStore, step: int) -> None:
         """Take parameters, optimizer and counters from the checkpoint; nothing of what this worker held counts."""
         state, host = self._state, self._host
         state.live = None
         state.captures.clear()
-        state.fitted = None
+        state.fitted = state.gathered = None
         host.rebuild(plan)  # also where it fits: it may be what did not stand the checks
         state.fitted = Fit.of(plan, state.worker)
         host.load_checkpoint(step)
         host.sync_parameters()
+        state.gathered = step
         self._pool.keep_own(store, step)
+
+    def _verify_parameters(self, plan: ElasticPlan, version: int) -> None:
+        """Compare what forward passes use. Every seated worker calls it; it is also a barrier.
+
+        Raises:
+            VerificationFailed: Something does not fit.
+        """
+        worker = self._state.worker
+        parameters = self._state.catalogue.parameters(plan, plan.placement.seat(worker).stage)
+        evidence = Evidence(
+            worker=worker,
+            version=version,
+            inspection=self._host.inspect(),
+            expected={parameter.name: parameter.count for parameter in parameters},
+            sent=None,
+            source=None,
+            borrowed=(),
+            mirrors={},
+        )
+        verify(plan, evidence, self._groups.all_gather_rows, lambda owner: None, BEFORE_FORWARD)
 
     def _verify(
         self,

@@ -37,6 +37,9 @@ class Host(Protocol):
     def read_shard(self, flat: torch.Tensor) -> None:
         """Copy the optimizer shard in use into ``flat`` (fp32, ``ShardLayout.flat_numel`` elements)."""
 
+    def shard_reader(self) -> Callable[[torch.Tensor], None]:
+        """``read_shard`` of the shard that is in use now: on any thread, and after a ``rebuild``, until it is updated."""
+
     def write_shard(self, flat: torch.Tensor) -> None:
         """Make ``flat`` the optimizer shard in use, and cast it into this worker's slice of the parameters."""
 
@@ -97,6 +100,12 @@ class Host(Protocol):
 
     def sync_parameters(self) -> None:
         """All-gather the parameters of the stage from their owners' slices."""
+
+    def has_gathered(self, *, in_step: bool) -> bool:
+        """Whether all gathers of parameters since the last update are over and went well. The last update is that of a
+        step that has ended; gathers may be left to the next step, in whose forward or backward passes this worker is
+        (``in_step``) or not.
+        """
 
     def capture(self) -> object:
         """What ``rewind`` needs to run the step that begins now again: schedules and counters, no tensors."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_elas.runtime.channels import SNAPSHOTS
@@ -24,6 +26,9 @@ class _Round:
     store: ShardStore
     version: int
     renew: bool
+    before: Callable[[], None] | None = None
+    """Makes the own copy complete."""
+    took_s: float = 0.0
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
@@ -42,20 +47,30 @@ class Replicator:
         """Begin to exchange ``version``, whose own copy is complete. The copy must stay as it is until ``wait``."""
         self._begin(_Round(store, version, renew=False))
 
-    def renew(self, store: ShardStore, version: int) -> None:
-        """As ``start``, but backups that hold the version already get nothing. Called by all owners and backups."""
-        self._begin(_Round(store, version, renew=True))
+    def renew(self, store: ShardStore, version: int, before: Callable[[], None] | None = None) -> None:
+        """As ``start``, but backups that hold the version already get nothing. Called by all owners and backups.
+
+        Args:
+            store: Whose copies are exchanged.
+            version: Which.
+            before: Called first, on the thread; the own copy is complete after it.
+        """
+        self._begin(_Round(store, version, renew=True, before=before))
 
     def _begin(self, latest: _Round) -> None:
         self._latest = latest
         self._rounds.put(latest)
 
-    def wait(self) -> None:
-        """Block until the last exchange is over. Raises what it raised (EpochChanged, PeerLost)."""
-        if self._latest is not None:
-            self._latest.done.wait()
-            if self._latest.error is not None:
-                raise self._latest.error
+    def wait(self) -> float:
+        """Block until the last exchange is over. Gives the seconds it took; raises what it raised (EpochChanged,
+        PeerLost).
+        """
+        if self._latest is None:
+            return 0.0
+        self._latest.done.wait()
+        if self._latest.error is not None:
+            raise self._latest.error
+        return self._latest.took_s
 
     def drain(self) -> None:
         """Block until no exchange is in flight, however it ended. Quick after a cancel."""
@@ -70,10 +85,15 @@ class Replicator:
 
     def _run(self) -> None:
         while (current := self._rounds.get()) is not None:
+            began_s = time.monotonic()
             try:
+                if current.before is not None:
+                    current.before()
                 self._exchange(current.store, current.version, current.renew)
             except Exception as error:  # handed to the main thread, which raises it in wait()
                 current.error = error
+            current.took_s = time.monotonic() - began_s
+            current.before = None  # it holds the optimizer that was in use before
             current.done.set()
 
     def _exchange(self, store: ShardStore, version: int, renew: bool) -> None:

@@ -23,12 +23,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_elas.runtime.comparison import BadCopy
-from megatron_elas.runtime.executor import Executor, gather_catalogue, make_store
+from megatron_elas.runtime.executor import Executor, gather_catalogue
 from megatron_elas.runtime.ports import Control, FaultPoint, Groups, Host
+from megatron_elas.runtime.restoring import make_store
 from megatron_elas.runtime.snapshots import SnapshotMode, SnapshotPool
 from megatron_elas.runtime.state import Fit, WorkerState
 from megatron_elas.runtime.transport.base import Transport
@@ -78,7 +79,20 @@ class Session:
         strike: FaultPoint,
         mode: SnapshotMode = SnapshotMode.REPLAY,
         verify_interval: int = 0,
+        *,
+        moves_beside: bool = True,
     ) -> None:
+        """Args:
+        worker: Its id.
+        plan: Of epoch 0.
+        transport: Links to the others.
+        groups: The process groups of this worker.
+        control: Line to the controller.
+        strike: Called where a fault script may strike.
+        mode: How copies are kept.
+        verify_interval: Steps from one comparison of copies with their owners to the next; 0: none.
+        moves_beside: Whether optimizer state may move while the first step after a loss runs.
+        """
         self.worker = worker
         self._first_plan: ElasticPlan | None = plan
         """Until ``attach``; from then on the state has the plan."""
@@ -89,6 +103,7 @@ class Session:
         self._mode = mode
         self._verify_interval = verify_interval
         """Steps from one comparison of copies with their owners to the next; 0: none."""
+        self._moves_beside = moves_beside
         self._pool: SnapshotPool | None = None
         self._state: WorkerState | None = None
         self._executor: Executor | None = None
@@ -107,6 +122,8 @@ class Session:
         self._lead = 0
         """The most that any survivor had completed at the last recovery."""
         self._open_report: RecoveryReport | None = None
+        self._unlooked = False
+        """Whether the membership has ended and nobody has looked yet of which version the parameters are."""
 
     @property
     def plan(self) -> ElasticPlan:
@@ -148,8 +165,9 @@ class Session:
         store = make_store(catalogue, plan, self.worker, self._mode.versions)
         self._state.stores[plan.epoch] = (plan, store)
         self._executor = Executor(
-            self._state, host, self._transport, self._pool, self._groups, self._control, self._strike
-        )
+            self._state, host, self._transport, self._pool, self._groups, self._control, self._strike,
+            self._moves_beside,
+        )  # fmt: skip
         logger.info(
             "worker %d: optimizer shard of %d elements, backups on workers %s, copies take %.1f MiB of host memory",
             self.worker, store.layout.numel, list(store.backups), store.num_bytes / 2**20,
@@ -165,6 +183,7 @@ class Session:
         """
         state, step = self._in_step()
         self._enter(StepPhase.REDUCE)
+        self._complete_remap()
         self._strike(step, "snapshot", None)
         self._pool_in_use.exchange(state.store, step)
 
@@ -172,6 +191,7 @@ class Session:
         """The step's norm is known: from here on it is finished, whoever is lost. The optimizer runs after."""
         state, _ = self._in_step()
         self._enter(StepPhase.PREPARED)
+        state.gathered = None
         self._pool_in_use.follow(state.store, update)
         self._enter(StepPhase.APPLY)
         if self._mode is SnapshotMode.COPY:  # a half-applied update is undone; with replay it is finished
@@ -253,12 +273,13 @@ class Session:
         while True:
             try:
                 self._run_until(self._next_step)
-                if self._open_report is not None:  # no step is to be run here: all have passed the verification
-                    self._report_recovery()
                 if self._lead > self._activity:  # others have left its barrier: it counts
                     if not done:  # and this worker had no seat then
                         done[:] = [(missed or body)()]
-                    break
+                    break  # what is on its way is waited for where the others do, in the activity after
+                self._complete_remap()
+                if self._open_report is not None:  # no step is to be run here: all have passed the verification
+                    self._report_recovery()
                 if optional is not None and self._executor_in_use.waived_activity >= self._activity:
                     done[:] = [optional.instead()]
                     self._groups.barrier()
@@ -348,6 +369,19 @@ class Session:
         while (live := self._state.live) is not None and live < stop:
             self._transact(live)
 
+    def _complete_remap(self) -> None:
+        """Have all optimizer state in its place, and tell with the report what brought it there."""
+        try:
+            arrived = self._executor_in_use.complete()
+        except VerificationFailed as failed:
+            self._control.unverified(self.plan.epoch, failed)
+            raise EpochChanged(str(failed)) from failed
+        if arrived is not None:
+            assert self._open_report is not None
+            self._open_report = replace(
+                self._open_report, moved_bytes=arrived.moved_bytes, background_s=arrived.background_s
+            )
+
     def _report_recovery(self) -> None:
         assert self._open_report is not None
         report, self._open_report = self._open_report, None
@@ -386,6 +420,7 @@ class Session:
         state = self._state
         assert state is not None
         self._groups.muted = self._groups.tolerant = False
+        self._unlooked = True
         idle = False
         while True:
             self._report_peer(error)
@@ -415,6 +450,8 @@ class Session:
         self._groups.clear_pending()  # or the groups would stay silent during the recovery
         self._pool_in_use.drain()
         unwound_s = time.time()
+        self._note_parameters()
+        executor.abandon()
         self._strike(step, "recovery-quiesce", None)
         holdings = state.holdings()
         control.settled(
@@ -441,6 +478,23 @@ class Session:
         else:
             control.recovered(report)
         return seated
+
+    def _note_parameters(self) -> None:
+        """See of which version all parameters in the model are, as the membership's end has found them."""
+        state, host = self._state, self._host
+        assert state is not None and host is not None
+        if not self._unlooked:  # a recovery that was cut short knows what it did to them
+            return
+        self._unlooked = False
+        if self._executor_in_use.remapping and state.gathered is None:
+            return  # masters were written into them that nobody has verified
+        if self._running is None:
+            whole = host.has_gathered(in_step=False)
+        else:  # at REDUCE all forward passes have run, on gathered parameters; after it they change
+            whole = self._phase is StepPhase.REDUCE or (
+                self._phase is StepPhase.COMPUTE and host.has_gathered(in_step=True)
+            )
+        state.gathered = state.live if whole else None
 
     def _finish_open_step(self, settlement: Settlement) -> None:
         """Apply the step that is committed, where that has not been done, in the layout it was computed in."""

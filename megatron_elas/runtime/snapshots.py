@@ -72,12 +72,16 @@ class SnapshotPool:
         self._replicator = Replicator(transport)
         self._follower = ThreadPoolExecutor(1, thread_name_prefix="elas-follower")
         self._following: Future[None] | None = None
+        self._arriving: ShardStore | None = None
+        """The store that ``arrive`` fills."""
         self._mirrors: dict[int, tuple[ShardStore, dict[int, Mirror]]] = {}
         """By identity of the store that they follow; of one or two stores."""
 
     def begin_step(self, store: ShardStore, step: int) -> None:
         """Begin to send whole copies of version ``step`` where they are needed."""
         store.ready = None
+        if store is self._arriving:  # and goes to the backups then
+            return
         copied = step in store.own.held
         if self.mode is SnapshotMode.COPY:
             needed = not copied
@@ -97,9 +101,24 @@ class SnapshotPool:
         """Begin to send copies of ``version`` to backups that lack it; the own copy is complete."""
         self._replicator.renew(store, version)
 
-    def wait(self) -> None:
-        """Until whole copies on their way have arrived. Raises what sending them raised (EpochChanged, PeerLost)."""
-        self._replicator.wait()
+    def arrive(self, store: ShardStore, version: int, move: Callable[[], None]) -> None:
+        """Begin to fill a store beside the step that goes on; ``wait`` says when all is there.
+
+        Args:
+            store: Of the plan in force.
+            version: Of the state.
+            move: Makes the own copy complete; called on another thread. ``renew`` follows.
+        """
+        self._arriving = store
+        self._replicator.renew(store, version, move)
+
+    def wait(self) -> float:
+        """Until whole copies on their way have arrived. Gives the seconds it took to bring them; raises what that
+        raised (EpochChanged, PeerLost).
+        """
+        took_s = self._replicator.wait()
+        self._arriving = None
+        return took_s
 
     def exchange(self, store: ShardStore, step: int) -> None:
         """Fulfil this worker's duty of the step, whose gradients are reduced: its shard's are at the backups after, and
@@ -188,6 +207,7 @@ class SnapshotPool:
     def drain(self) -> None:
         """Block until nothing is in flight: exchanges however they end, updates of copies to their end."""
         self._replicator.drain()
+        self._arriving = None
         self._end_following()
 
     def close(self) -> None:

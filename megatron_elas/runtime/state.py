@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron_elas.runtime.store import ShardStore
@@ -34,6 +34,11 @@ class Fit(NamedTuple):
             replicas=plan.placement.replicas(seat.stage, seat.lane),
         )
 
+    @property
+    def part(self) -> tuple[object, ...]:
+        """What says which parameters the model holds."""
+        return self[:-1]
+
 
 @dataclass(slots=True)
 class WorkerState:
@@ -51,6 +56,8 @@ class WorkerState:
     """By epoch, newest last: a plan and the copies in its layout (None for a spare)."""
     captures: dict[int, object] = field(default_factory=dict)
     """By version: what the host needs to rewind to it."""
+    gathered: int | None = None
+    """The version of all parameters in the model, as of the last recovery; None when they may be of several."""
 
     @property
     def store(self) -> ShardStore:
@@ -63,12 +70,13 @@ class WorkerState:
         """Newest layout first. Only the newest complete layout can be the one in use."""
         result = []
         for epoch in sorted(self.stores, reverse=True):
-            store = self.stores[epoch][1]
+            plan, store = self.stores[epoch]
             if store is None:
                 result.append(Holding(epoch=epoch, live=None, kept=(), wards={}))
             else:
                 live = self.live if epoch == max(self.stores) else None
-                result.append(store.holding(epoch, live))
+                fits = self.fitted is not None and self.fitted.part == Fit.of(plan, self.worker).part
+                result.append(replace(store.holding(epoch, live), parameters=self.gathered if fits else None))
         return tuple(result)
 
     def retire_old_layouts(self) -> None:

@@ -80,3 +80,6 @@ class Settlement:
     """The step before ``resume_step``, if it was open: those who have not applied it yet do so."""
     checkpoint: int | None = None
     """Iteration of the checkpoint that all get the state from, laid out as the plan says; None: from themselves."""
+    parameters_whole: bool = False
+    """Whether all survivors with a seat in the base plan have all parameters of ``resume_step`` in their models: those
+    that keep their layers can begin the step before the optimizer state is in its new places."""

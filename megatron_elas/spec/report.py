@@ -28,6 +28,9 @@ class Holding:
     of those states of version ``ready`` becomes one of version ``ready + 1``."""
     update: Update | None = None
     """Of the newest step that it is PREPARED for, or has gone through, in this layout."""
+    parameters: int | None = None
+    """The version of which all parameters of its stage, as this layout's plan has it, are in its model; None when
+    some may be of another version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +69,5 @@ class RecoveryReport:
     """End of each phase of PHASES that the worker sees itself."""
     moved_bytes: int = 0
     """Optimizer state this worker sent to others."""
+    background_s: float = 0.0
+    """How long moves and new copies took beside the first step; 0 when the step waited for them to begin."""

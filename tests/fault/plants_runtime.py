@@ -43,8 +43,9 @@ def runtime_plants(scene: Scene) -> dict[str, Plant]:
     from megatron_elas.runtime.communicator.communicator import Communicator
     from megatron_elas.runtime.communicator.point_to_point import _Inbox
     from megatron_elas.runtime.communicator.process_group import ElasticProcessGroup
-    from megatron_elas.runtime.executor import Executor, make_store
+    from megatron_elas.runtime.executor import Executor
     from megatron_elas.runtime.replicator import Replicator
+    from megatron_elas.runtime.restoring import make_store
     from megatron_elas.runtime.session import Session
     from megatron_elas.runtime.state import WorkerState
     from megatron_elas.runtime.store import Versions

@@ -1,12 +1,12 @@
 """Run by ``elasrun`` in fault tests: ``pretrain_gpt``, which also writes down what each worker held.
 
 In the folder ELAS_TEST_OUT: ``final.W.pt`` at the end of training, ``walk.E.W.pt`` after the first step committed in
-epoch E (what is stale then, and what the worker costs), and ``version.V.epoch.E.W.pt`` before every run of the steps
-named in ELAS_TEST_VERSIONS. With ELAS_TEST_TRACE it writes ``trace.W`` (traces.py) and walks nowhere. Before the step
+epoch E (what is stale then, and what the worker costs), and ``version.V.epoch.E.W.pt`` in every run of the steps
+named in ELAS_TEST_VERSIONS, before it or, when optimizer state moves beside it, as soon as that has arrived. With ELAS_TEST_TRACE it writes ``trace.W`` (traces.py) and walks nowhere. Before the step
 ELAS_TEST_KILL_SPARES the spares are killed: they run no step in which a scripted fault could strike.
 ELAS_TEST_SLEEPER names a worker that falls asleep (``sleeper.py``), ELAS_TEST_KILL_CONTROLLER moments at which the
 controller is killed (``controller_killer.py``), ELAS_TEST_SPOIL a fault to plant in a recovery's state
-(``verification_plants.py``).
+(``verification_plants.py``), and ELAS_TEST_SLOW_MOVES holds optimizer state up (``slow_moves.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elas import pretrain_gpt
-from tests.fault import controller_killer, planting, sleeper, verification_plants
+from tests.fault import controller_killer, planting, sleeper, slow_moves, verification_plants
 from tests.fault.footprint import ancestors, count_objects, count_tensor_bytes, take_footprint
 from tests.fault.stale import Scene, find_stale
 from tests.fault.traces import Tracer
@@ -31,9 +31,11 @@ def main() -> int:
     pretrain_gpt.preload()
     from megatron_elas import worker
     from megatron_elas.host.training import MegatronHost
+    from megatron_elas.runtime.executor import Executor
     from megatron_elas.runtime.session import Session
 
     begin_step, run_step, finish = MegatronHost.begin_step, Session.run_step, worker.finish
+    complete = Executor.complete
     walked: set[int] = set()
     footprints: list[dict[str, Any]] = []
     wanted = {int(v) for v in os.environ.get("ELAS_TEST_VERSIONS", "").split(",") if v}
@@ -51,16 +53,27 @@ def main() -> int:
     def record_version(host: Any, step: int, data_iterator: Any) -> None:
         if kill_step >= 0:
             kill_spares(kill_step, step)
-        if traced:
-            attached = attachment()
-            tracer().tell_version(attached.session.plan, step, shard(attached))
+        if not attachment().session._executor.remapping:
+            record_shard(step)
         sleeper.fall_asleep(attachment().worker, step)
         controller_killer.step_begins(attachment().worker, step)
-        if step in wanted:
-            attached = attachment()
-            epoch = attached.session.plan.epoch
-            save(f"version.{step}.epoch.{epoch}", attached.worker, shard(attached) | {"trains": is_training(host)})
+        slow_moves.step_begins(attachment())
         begin_step(host, step, data_iterator)
+
+    def record_arrival(executor: Any) -> Any:
+        arrived = complete(executor)
+        if arrived is not None:
+            record_shard(executor._state.live)
+        return arrived
+
+    def record_shard(step: int) -> None:
+        attached = attachment()
+        if traced:
+            tracer().tell_version(attached.session.plan, step, shard(attached))
+        if step in wanted:
+            epoch = attached.session.plan.epoch
+            trains = {"trains": is_training(attached.host)}
+            save(f"version.{step}.epoch.{epoch}", attached.worker, shard(attached) | trains)
 
     def record_walk(session: Any, step: int, body: Any) -> Any:
         outcome = run_step(session, step, body)
@@ -94,6 +107,8 @@ def main() -> int:
 
     MegatronHost.begin_step = record_version  # type: ignore[method-assign]
     Session.run_step = record_walk  # type: ignore[method-assign]
+    Executor.complete = record_arrival  # type: ignore[method-assign]
+    slow_moves.install()
     worker.finish = record_end
     controller_killer.install()
     if text := os.environ.get("ELAS_TEST_SPOIL"):

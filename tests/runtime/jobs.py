@@ -90,9 +90,14 @@ class Job:
         copies: int = 1,
         lanes: int = 1,
         verify_interval: int = 0,
+        lazy: bool = True,
+        beside: bool = True,
     ) -> None:
         self.mode = mode
         self.verify_interval = verify_interval
+        self.lazy = lazy
+        """Steps leave the gather of parameters to the next one, as with overlapped gathers."""
+        self.beside = beside
         self.spec = JobSpec(
             tensor_parallel=lanes,
             pipeline_parallel=stages,
@@ -260,8 +265,12 @@ class ToyWorker:
             self.strike,
             self.job.mode,
             self.job.verify_interval,
+            moves_beside=self.job.beside,
         )
+        self.gathered = True
+        """Whether the gather after the last update is over."""
         self.shard = torch.zeros(self.layout(self.job.plan).flat_numel)
+        self.fitted = self.job.plan.layers_of(self.id)
         self.parameters = torch.zeros(NUMEL)
         """Of all layers of the stage, one after the other."""
         self.step = 0
@@ -297,7 +306,10 @@ class ToyWorker:
         activations = Activations()
         self.activations = weakref.ref(activations)
         self.strike(step, "forward", None)
-        self.sync_parameters()  # late, as with overlapped gathers: until now they were those of the step before
+        if self.job.lazy:  # until now they were those of the step before
+            self.sync_parameters()
+        self.strike(step, "backward", None)
+        assert self.parameters.tolist() == [value_of(step)] * len(self.parameters)
         self.communicator.barrier()  # stands for the pipeline and the reduction
         self.gradient = torch.full((len(self.shard) // 3,), step + 1.0)
         self.strike(step, "reduce", None)
@@ -309,7 +321,10 @@ class ToyWorker:
         self.session.prepare(Update(step=step, norm=float(step)))
         self.apply_update(self.gradient, Update(step=step, norm=float(step)))
         self.session.applied()
+        self.gathered = False
         self.strike(step, "gather", None)
+        if not self.job.lazy:
+            self.sync_parameters()
         self.communicator.barrier()  # stands for what ends Megatron's step
         self.step = step + 1
         self.strike(step, "stepped", None)
@@ -376,9 +391,26 @@ class ToyWorker:
     def read_shard(self, flat: torch.Tensor) -> None:
         flat.copy_(self.shard)
 
+    def shard_reader(self) -> Callable[[torch.Tensor], None]:
+        shard = self.shard
+
+        def read(flat: torch.Tensor) -> None:
+            flat.copy_(shard)
+
+        return read
+
     def write_shard(self, flat: torch.Tensor) -> None:
         self.strike(self.session.plan.epoch, "write", None)
         self.shard.copy_(flat)
+        self._cast()
+
+    def _cast(self) -> None:
+        """Write the masters into the own slice of the parameters."""
+        plan = self.session.plan
+        layout, (first, _) = self.layout(plan), plan.layers_of(self.id)
+        for piece, offset in zip(layout.pieces, layout.offsets(), strict=True):
+            start = (int(piece.name) - first) * NUMEL
+            self.parameters[start + piece.start : start + piece.stop] = self.shard[offset : offset + piece.numel]
 
     def read_gradients(self, flat: torch.Tensor) -> None:
         flat.copy_(self.gradient)
@@ -387,6 +419,7 @@ class ToyWorker:
         assert update.norm == update.step and self.shard[-1] == update.step
         self.shard[:-1].view(3, -1).add_(gradients)
         self.shard[-1] += 1
+        self._cast()
 
     def conclude_step(self, step: int, captured: object, update: Update) -> int:
         assert captured == step == update.step
@@ -410,7 +443,11 @@ class ToyWorker:
         pass
 
     def rebuild(self, plan: ElasticPlan) -> None:
-        self.shard = torch.full((self.layout(self.session.plan).flat_numel,), float("nan"))
+        self.shard = torch.full((self.layout(plan).flat_numel,), float("nan"))
+        first, last = plan.layers_of(self.id)
+        if plan.layers_of(self.id) != self.fitted:
+            self.parameters = torch.full(((last - first) * NUMEL,), float("nan"))
+            self.fitted = (first, last)
 
     def begin_activity(self, activity: int) -> None:
         pass
@@ -424,19 +461,27 @@ class ToyWorker:
         catalogue, plan = make_catalogue(self.job.spec.num_layers), self.session.plan
         layouts = {worker: catalogue.layout(plan, worker) for worker in self.replicas.members}
         outputs = [torch.zeros(layouts[worker].numel) for worker in self.replicas.members]
-        mine = self.shard[: layouts[self.id].numel].clone()
+        first, last = plan.layers_of(self.id)
+        mine = torch.cat(
+            [
+                self.parameters[(at := (int(piece.name) - first) * NUMEL) + piece.start : at + piece.stop]
+                for piece in layouts[self.id].pieces
+            ]
+        )
         if len({output.numel() for output in outputs}) == 1:
             self.replicas.allgather([outputs], [mine]).wait()
         else:
             for output, worker in zip(outputs, self.replicas.members, strict=True):
                 output.copy_(mine) if worker == self.id else None
                 self.replicas.broadcast([output], _Root(self.replicas.members.index(worker))).wait()
-        first, last = plan.layers_of(self.id)
-        self.parameters = torch.full(((last - first) * NUMEL,), float("nan"))
         for layout, output in zip(layouts.values(), outputs, strict=True):
             for piece, offset in zip(layout.pieces, layout.offsets(), strict=True):
                 start = (int(piece.name) - first) * NUMEL
                 self.parameters[start + piece.start : start + piece.stop] = output[offset : offset + piece.numel]
+        self.gathered = True
+
+    def has_gathered(self, *, in_step: bool) -> bool:
+        return self.gathered and (in_step or not self.job.lazy)
 
     def capture(self) -> object:
         return self.step
@@ -555,9 +600,14 @@ def job_of(
     copies: int = 1,
     lanes: int = 1,
     verify_interval: int = 0,
+    lazy: bool = True,
+    beside: bool = True,
 ) -> Iterator[Job]:
     """A job whose links are closed at the end."""
-    job = Job(folder, stages=stages, rows=rows, mode=mode, copies=copies, lanes=lanes, verify_interval=verify_interval)
+    job = Job(
+        folder, stages=stages, rows=rows, mode=mode, copies=copies, lanes=lanes, verify_interval=verify_interval,
+        lazy=lazy, beside=beside,
+    )  # fmt: skip
     try:
         yield job
     finally:

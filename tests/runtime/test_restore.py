@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_elas.planner.plan import initial_plan, replan
-from megatron_elas.runtime.executor import Executor, make_store
+from megatron_elas.runtime.executor import Executor
 from megatron_elas.runtime.migration import apply_moves
+from megatron_elas.runtime.restoring import make_store
 from megatron_elas.runtime.snapshots import SnapshotMode, SnapshotPool
 from megatron_elas.runtime.state import Fit, WorkerState
 from megatron_elas.runtime.store import ShardStore
@@ -143,10 +144,13 @@ class Crew:
         executor = self.executors[worker]
         alive = {*plan.placement.workers, *plan.placement.spares}
         base_plan, base = executor._state.stores[0]
-        store, moved_bytes, sent = executor._restore(base_plan, base, plan, self.settlement(), alive)
+        restoring = executor._prepare(base_plan, base, plan, self.settlement(), alive)
+        assert restoring is not None
+        restoring.run()
+        store, sent = restoring.store, restoring.sent
         if sent is not None:
             assert store is not None and sent == flat_sums(store.own.get(VERSION)), "checksums that came with the shard"
-        return store, moved_bytes
+        return restoring.store, restoring.moved_bytes
 
     def restore_all(self, plan: ElasticPlan) -> dict[int, tuple[ShardStore | None, int]]:
         """All survivors at once; every new owner has all it should have after."""

@@ -36,6 +36,10 @@ class Check(enum.StrEnum):
     COUNTERS = "counters"
 
 
+BEFORE_FORWARD = (Check.PARAMETERS, Check.REPLICAS, Check.OWNERS)
+"""Those of what is in place when optimizer state is still on its way."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """What one check found."""

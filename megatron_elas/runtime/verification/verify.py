@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -84,7 +84,13 @@ class Evidence:
         )
 
 
-def verify(plan: ElasticPlan, evidence: Evidence, gather: Gather, drop: Callable[[int], None]) -> None:
+def verify(
+    plan: ElasticPlan,
+    evidence: Evidence,
+    gather: Gather,
+    drop: Callable[[int], None],
+    checks: Collection[Check] = tuple(Check),
+) -> None:
     """Compare all that must fit together. Called by every seated worker; also a barrier.
 
     Args:
@@ -93,6 +99,7 @@ def verify(plan: ElasticPlan, evidence: Evidence, gather: Gather, drop: Callable
         gather: Exchanges rows.
         drop: Called with the owner of a copy kept here that is bad, or was used in vain while there is another one.
             Before anybody can have told the controller, who may end the epoch at once.
+        checks: Which of the six; the same on all workers.
 
     Raises:
         VerificationFailed: Something does not fit; on all workers, with the same sentence.
@@ -101,7 +108,7 @@ def verify(plan: ElasticPlan, evidence: Evidence, gather: Gather, drop: Callable
         worker: Row.from_ints(plan, worker, numbers)
         for worker, numbers in zip(plan.placement.workers, gather(evidence.row(plan).to_ints(plan)), strict=True)
     }
-    failures = find_failures(plan, rows)
+    failures = [failure for failure in find_failures(plan, rows) if failure.check in checks]
     if not failures:
         return
     first = failures[0]
