@@ -504,6 +504,7 @@ class ToyWorker:
         self.shard.fill_(value_of(step))
         self.shard[-1] = step
         self.step = step
+        self._cast()
 
     def inspect(self) -> Inspection:
         slots, layout = self.shard[:-1].view(3, -1), self.layout(self.session.plan)
@@ -518,7 +519,8 @@ class ToyWorker:
             )
             for piece, offset in zip(layout.pieces, layout.offsets(), strict=True)
         ]
-        updates = (int(self.shard[-1]), int(self.shard[-1])) if pieces else (UNKNOWN, UNKNOWN)
+        known = pieces and not self.shard[-1].isnan()  # not between a rebuild and what is written then
+        updates = (int(self.shard[-1]), int(self.shard[-1])) if known else (UNKNOWN, UNKNOWN)
         return Inspection(
             parameters={str(layer): NUMEL for layer in range(first, last)},
             weights=weight_sums(weights),

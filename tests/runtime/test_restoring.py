@@ -289,7 +289,7 @@ def test_masters_that_are_not_those_of_the_parameters_end_the_job(
     monkeypatch.setattr(restoring, "apply_moves", apply_moves)
     with job_of(tmp_path, lazy=False) as job:
         lose_first(job, 2)
-        with pytest.raises(StateInvalid, match="the parameters of stage 0 lane 0 differ between replicas"):
+        with pytest.raises(StateInvalid, match="the check of replicas failed before step 2"):
             job.run(steps=STEPS)
         assert not job.recovered[1]
 
