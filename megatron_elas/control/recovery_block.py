@@ -74,9 +74,7 @@ def format_block(outage: Outage, plan: ElasticPlan, reports: Sequence[RecoveryRe
     )
 
 
-def facts_of(
-    outage: Outage, plan: ElasticPlan, report: RecoveryReport, background_s: float = 0.0
-) -> dict[str, object]:
+def facts_of(outage: Outage, plan: ElasticPlan, report: RecoveryReport, background_s: float = 0.0) -> dict[str, object]:
     """What the block says besides its times, for programs. ``background_s`` is that of the worker where it was longest.
 
     A lost spare has no stage, cell and lane. Spares that live are survivors.
@@ -120,7 +118,9 @@ def longest_background_s(reports: Sequence[RecoveryReport]) -> float:
 
 def _format_background(reports: Sequence[RecoveryReport]) -> list[str]:
     seconds = longest_background_s(reports)
-    return [f"beside   optimizer state and copies moved for {seconds * 1e3:.1f} ms during first_step"] if seconds else []
+    return (
+        [f"beside   optimizer state and copies moved for {seconds * 1e3:.1f} ms during first_step"] if seconds else []
+    )
 
 
 def _format_table(lengths: dict[str, float], worker: int) -> list[str]:

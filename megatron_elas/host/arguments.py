@@ -57,9 +57,9 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         "--elastic-migration",
         choices=("async", "blocking"),
         default="async",
-        help="When optimizer state goes to its new owners after a loss: async lets it move while the next step's forward "
-        "and backward passes run, where all workers keep their layers; blocking moves it before the step, for "
-        "comparison; default: async.",
+        help="When optimizer state goes to its new owners after a loss: async lets it move while the next step's "
+        "forward and backward passes run, where all workers keep their layers; blocking moves it before the step, "
+        "for comparison; default: async.",
     )
     return parser
 

@@ -38,7 +38,7 @@ class Host(Protocol):
         """Copy the optimizer shard in use into ``flat`` (fp32, ``ShardLayout.flat_numel`` elements)."""
 
     def shard_reader(self) -> Callable[[torch.Tensor], None]:
-        """``read_shard`` of the shard that is in use now: on any thread, and after a ``rebuild``, until it is updated."""
+        """``read_shard`` of the shard in use now: on any thread, and after a ``rebuild``, until it is updated."""
 
     def write_shard(self, flat: torch.Tensor) -> None:
         """Make ``flat`` the optimizer shard in use, and cast it into this worker's slice of the parameters."""

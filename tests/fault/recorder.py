@@ -2,7 +2,8 @@
 
 In the folder ELAS_TEST_OUT: ``final.W.pt`` at the end of training, ``walk.E.W.pt`` after the first step committed in
 epoch E (what is stale then, and what the worker costs), and ``version.V.epoch.E.W.pt`` in every run of the steps
-named in ELAS_TEST_VERSIONS, before it or, when optimizer state moves beside it, as soon as that has arrived. With ELAS_TEST_TRACE it writes ``trace.W`` (traces.py) and walks nowhere. Before the step
+named in ELAS_TEST_VERSIONS, before it or, when optimizer state moves beside it, as soon as that has arrived. With
+ELAS_TEST_TRACE it writes ``trace.W`` (traces.py) and walks nowhere. Before the step
 ELAS_TEST_KILL_SPARES the spares are killed: they run no step in which a scripted fault could strike.
 ELAS_TEST_SLEEPER names a worker that falls asleep (``sleeper.py``), ELAS_TEST_KILL_CONTROLLER moments at which the
 controller is killed (``controller_killer.py``), ELAS_TEST_SPOIL a fault to plant in a recovery's state

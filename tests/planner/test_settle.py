@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_elas.planner.plan import initial_plan, replan
@@ -224,3 +226,15 @@ def test_settling_the_same_reports_again_decides_the_same() -> None:
     first = settle(reports, {0: FIRST})
     assert settle(reports[::-1], {0: FIRST}) == first
     assert settle(reports, {0: FIRST}, decided=first.commit) == first
+
+
+def test_parameters_are_whole_when_all_with_a_seat_have_those_of_the_resume_version() -> None:
+    def settled(versions: dict[int, int | None]) -> bool:
+        found = [
+            replace(r, holdings=(replace(r.holdings[0], parameters=versions.get(r.worker, 7)),))
+            for r in survivors(7, 7, (6, 7), (6, 7))
+        ]
+        return settle(found, {0: FIRST}).parameters_whole
+
+    assert settled({})
+    assert not settled({2: None}) and not settled({0: 6}) and not settled({4: 8})

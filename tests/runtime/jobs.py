@@ -461,7 +461,7 @@ class ToyWorker:
         catalogue, plan = make_catalogue(self.job.spec.num_layers), self.session.plan
         layouts = {worker: catalogue.layout(plan, worker) for worker in self.replicas.members}
         outputs = [torch.zeros(layouts[worker].numel) for worker in self.replicas.members]
-        first, last = plan.layers_of(self.id)
+        first, _ = plan.layers_of(self.id)
         mine = torch.cat(
             [
                 self.parameters[(at := (int(piece.name) - first) * NUMEL) + piece.start : at + piece.stop]

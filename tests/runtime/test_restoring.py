@@ -32,7 +32,9 @@ both_modes = pytest.mark.parametrize("mode", list(SnapshotMode))
 class Gate:
     """Holds moves and new copies up on some workers, from epoch 1 on, until it is opened or the epoch ends."""
 
-    def __init__(self, job: Job, monkeypatch: pytest.MonkeyPatch, *, moves: Sequence[int], seeds: Sequence[int]) -> None:
+    def __init__(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch, *, moves: Sequence[int], seeds: Sequence[int]
+    ) -> None:
         self.open = threading.Event()
         self.reached: set[tuple[str, int]] = set()
         """What was held up, and where."""
