@@ -39,7 +39,7 @@ def step_begins(attached: Any) -> None:
     wanted = _wanted()
     if not wanted or int(wanted[0]) != attached.worker or attached.session.plan.epoch != 1:
         return
-    real, (_, phase, microbatch) = attached.strike, wanted
+    real, (_, phase, microbatch) = attached.counter._strike, wanted
     seated = attached.session.plan.placement.workers
 
     def strike(step: int, at: str, number: int | None) -> None:
@@ -50,7 +50,7 @@ def step_begins(attached: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         real(step, at, number)
 
-    attached.strike = strike
+    attached.counter._strike = strike
 
 
 def _wanted() -> list[str]:
