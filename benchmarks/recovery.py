@@ -42,7 +42,7 @@ SAVE_INTERVAL = 5
 LARGER = Model(layers=4, hidden=512)
 LARGER_STEPS = 14
 LARGER_WARM_UP = 5
-PARTS = ("grids", "copies", "growth")
+PARTS = ("grids", "copies", "migration", "growth")
 
 
 def main() -> None:
@@ -66,6 +66,8 @@ def main() -> None:
                 measure_recovery(Path(folder), grid, kills, max(1, turns - 1))
         if "copies" in options.only:
             measure_copies(Path(folder), max(1, turns - 1))
+        if "migration" in options.only:
+            measure_migration(Path(folder), kills)
         if "growth" in options.only:
             measure_growth(Path(folder), growth_kills, options.quick)
 
@@ -114,6 +116,31 @@ def measure_recovery(folder: Path, grid: Grid, kills: int, restarts: int) -> Non
     restarts_s = [lose_and_restart(folder / f"{grid}-restart{turn}", grid.workers, flags) for turn in range(restarts)]
     print(f"{grid}: lost to a restart {format_all(restarts_s, 2)} s, to a recovery {format_all(beyond_s, 3)} s")
     print(f"RESULT recovery_vs_restart@{grid}={statistics.median(restarts_s) / ours_s:.0f} ratio", flush=True)
+
+
+def measure_migration(folder: Path, kills: int) -> None:
+    """A lost worker of a larger model, with optimizer state that moves beside the first step and before it in turns."""
+    grid = Grid(stages=1, rows=4)
+    flags = train_flags(LARGER, grid, LARGER_STEPS)
+    beyond_s: dict[str, list[float]] = {"async": [], "blocking": []}
+    blocked_ms: dict[str, list[float]] = {"async": [], "blocking": []}
+    for kill in range(kills):
+        worker = (kill * 3 + 1) % grid.workers
+        fault = f"kill:worker={worker}@step={LARGER_WARM_UP + 1},phase=backward,microbatch=1"
+        for mode in beyond_s:
+            elastic = ["--elastic", f"--elastic-migration={mode}", "--elastic-inject", fault]
+            run = run_elastic(grid.workers, [*flags, *elastic], folder / f"migration-{mode}{kill}")
+            (event,) = run.events
+            moved_beside = event["beside"]["background_s"] > 0
+            assert moved_beside == (mode == "async"), f"{mode}: {event}"
+            beyond_s[mode].append((event["total"] - statistics.median(run.step_times_ms(LARGER_WARM_UP + 3))) / 1e3)
+            blocked_ms[mode].append(event["restore"] + event["rebuild"] + event["verify"])
+    name = f"{grid}_larger"
+    print(f"\n{name}: moves beside the first step, and before it")
+    print("    restore to verify, ms:", " / ".join(format_all(values) for values in blocked_ms.values()))
+    print("    beyond a step, s:", " / ".join(format_all(values, 3) for values in beyond_s.values()))
+    print_ratio(f"recovery_beyond_step_async_vs_blocking@{name}", beyond_s["async"], beyond_s["blocking"])
+    print_ratio(f"blocked_async_vs_blocking@{name}", blocked_ms["async"], blocked_ms["blocking"])
 
 
 def lose_and_restart(folder: Path, workers: int, flags: list[str]) -> float:

@@ -87,7 +87,7 @@ def facts_of(outage: Outage, plan: ElasticPlan, report: RecoveryReport, backgrou
         "resume_step": report.resume_step,
         "failed_checks": list(outage.unverified),
         "checkpoint": outage.checkpoint,
-        "background_s": background_s,
+        "beside": {"background_s": background_s},
         "survivors": sorted((*plan.placement.workers, *plan.placement.spares)),
     }
 

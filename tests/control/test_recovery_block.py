@@ -138,7 +138,7 @@ def test_the_facts_for_programs_are_those_of_the_block() -> None:
         "failed_checks": [],
         "checkpoint": None,
         "resume_step": 5,
-        "background_s": 0.0,
+        "beside": {"background_s": 0.0},
         "survivors": [0, 1, 2],
     }
     outage = Outage(began_in=OLD.placement, plans={0: OLD}, losses=(make_loss(),))
