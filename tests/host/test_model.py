@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from megatron_elas.host.model import (
     buffers_of,
     clear_communication,
     fit_buffers,
+    make_no_sync,
     sum_gradients,
 )
 from megatron_elas.runtime.communicator.communicator import Communicator
