@@ -22,7 +22,7 @@ from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess
 from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.host.restage import ModelFactory, Part, has_room, seed_streams
 from megatron_elas.host.saved import Checkpoints, load_into
-from megatron_elas.host.updates import OptimizerMirror, Settings, finish_update, read_settings, sum_losses
+from megatron_elas.host.updates import OptimizerMirror, Settings, finish_update, read_settings, sum_losses, tell_losses
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.communicator.membership import GroupMembers
 from megatron_elas.runtime.verification.inspection import Inspection
@@ -94,8 +94,8 @@ class MegatronHost:
         self._drew_with = self._cell()
         """The cell in which the last step began here."""
         self._access = ShardAccess(model, optimizer)
-        self._losses: dict[str, torch.Tensor] = {}
-        """Of the step under way, over all micro-batches; on the last stage."""
+        self.losses: dict[str, torch.Tensor] = {}
+        """Of the step under way or the last one, over all micro-batches."""
         self._groups: dict[str, int] = {}
         """Index of every parameter's optimizer group, by global name, over the whole model."""
         self._inspector = Inspector(model, optimizer)
@@ -113,6 +113,7 @@ class MegatronHost:
             data_iterator.advance()
         self._realign = False
         self._step = step
+        self.losses = {}
 
     def end_step(self) -> None:
         """The step has run; the next one begins where it ended."""
@@ -146,8 +147,11 @@ class MegatronHost:
         self._access.write(flat)
 
     def share_losses(self, losses: Sequence[dict[str, torch.Tensor]]) -> None:
-        """Sum the step's losses over the cells of the last stage, for ``conclude_step``."""
-        self._losses = sum_losses(list(losses), parallel_state.get_data_parallel_group(with_context_parallel=True))
+        """Sum the step's losses over the cells of the last stage, and have all workers know them."""
+        own = sum_losses(list(losses), parallel_state.get_data_parallel_group(with_context_parallel=True))
+        plan, seat = self._route.plan, self._route.seat
+        tells = (seat.stage, seat.cell, seat.lane) == (plan.placement.num_stages - 1, 0, 0)
+        self.losses = tell_losses(own, tells) | own
 
     def read_gradients(self, flat: torch.Tensor) -> None:
         """See Host."""
@@ -168,7 +172,7 @@ class MegatronHost:
         # As train_step returns it: losses, skipped, whether to save or to exit and with which code, norm, zeros, and
         # the largest attention logit, which is not asked for.
         zeros = None if update.zeros is None else int(update.zeros)
-        return self._losses, int(not update.applies), False, False, 0, update.norm, zeros, 0
+        return self.losses, int(not update.applies), False, False, 0, update.norm, zeros, 0
 
     def update_settings(self) -> Settings:
         """See Host."""

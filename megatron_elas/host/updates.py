@@ -138,3 +138,27 @@ def sum_losses(losses: list[dict[str, torch.Tensor]], group: Any) -> dict[str, t
         else:
             result[key] = values.mean()
     return result
+
+
+MOST_LOSSES = 16
+"""Losses with different names that all workers are told; further ones only the last stage knows."""
+NAME_BYTES = 32
+
+
+def tell_losses(losses: dict[str, torch.Tensor], tells: bool) -> dict[str, torch.Tensor]:
+    """Have all workers know the losses, names included: any of them may come to tell the step's line.
+
+    Args:
+        losses: Of the step; only looked at where ``tells``.
+        tells: True on one worker, of the last stage.
+    """
+    # One sum to which all others add zeros, so that it does not change a bit, and the shape is the same in every step.
+    board = torch.zeros((MOST_LOSSES, NAME_BYTES + 1), dtype=torch.float32)
+    if tells:
+        for row, (name, value) in zip(board, losses.items(), strict=False):
+            letters = name.encode()[:NAME_BYTES]
+            row[0] = value
+            row[1 : 1 + len(letters)] = torch.tensor(list(letters))
+    dist.all_reduce(board)
+    names = [bytes(int(letter) for letter in row[1:]).rstrip(b"\0").decode(errors="replace") for row in board]
+    return {name: row[0].clone() for name, row in zip(names, board, strict=True) if name}
