@@ -209,6 +209,10 @@ class _Fork:
                 await asyncio.sleep(_POLL_S)
         return self._status
 
+    @property
+    def returncode(self) -> int | None:
+        return self._status
+
     def kill(self) -> None:
         if self._status is None:
             os.kill(self.pid, signal.SIGKILL)
