@@ -79,16 +79,20 @@ class ModelFactory:
             Megatron's parameter groups; those without a parameter here are missing.
         """
         config, training = get_model_config(model[0]), model[0].training
+        # Megatron takes the hooks away for evaluations and saves, and asks that they are not there when it sets them.
+        unhooked = [ddp.use_forward_hook and not ddp.remove_forward_pre_hook_handles for ddp in model]
         config.pipeline_model_parallel_size = num_stages
         with _nothing_drawn(config), _made_in_place(model):
             get_args().pipeline_model_parallel_size = self._launch_stages  # flags that say more of stages agree with it
             made = self._build(config)
         get_args().pipeline_model_parallel_size = num_stages
-        for old, new in zip(model, made, strict=True):
+        for old, new, without_hooks in zip(model, made, unhooked, strict=True):
             assert old is new, f"Megatron made another {type(new).__name__}"
             # A script may make one per model all the same; the training loop goes on writing into the first one.
             object.__setattr__(get_model_config(new), "__dict__", config.__dict__)
             new.train(training)
+            if without_hooks:
+                new.disable_forward_pre_hook(param_sync=False)
         assert self.sort_parameters is not None, "Megatron has built no optimizer"
         return self.sort_parameters(list(model))
 
