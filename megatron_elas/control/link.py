@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 from websockets.sync.client import ClientConnection
@@ -40,7 +39,7 @@ from megatron_elas.control.messages import (
     encode,
 )
 from megatron_elas.control.outbox import Outbox
-from megatron_elas.control.progress import ProgressWatch, describe_place, is_waiting, main_frame
+from megatron_elas.control.progress import ProgressWatch, look_at_main_thread
 from megatron_elas.control.wire import PROTOCOL_VIOLATION, dial
 from megatron_elas.proof import NotAMember
 from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged
@@ -324,19 +323,14 @@ class ControlLink:
 
     def _beat(self) -> None:
         while not self._closing.wait(self._heartbeat_interval_s) and self._gone is None:
-            self._beat_once()
+            waiting, place = look_at_main_thread()
+            self.send(Heartbeat(worker=self._worker, epoch=self._epoch, step=self._step, waiting=waiting))
+            self._look_for_progress(waiting, place)
 
-    def _beat_once(self) -> None:
-        # The frame must not outlive this call: it keeps all that a cancelled step held, until the next beat.
-        frame = main_frame()
-        waiting = is_waiting(frame)
-        self.send(Heartbeat(worker=self._worker, epoch=self._epoch, step=self._step, waiting=waiting))
-        self._look_for_progress(frame, waiting)
-
-    def _look_for_progress(self, frame: FrameType | None, waiting: bool) -> None:
+    def _look_for_progress(self, waiting: bool, place: str) -> None:
         stalled_s = self._watch.look(time.monotonic(), waiting)
         if stalled_s is not None:
-            detail = self._watch.describe(stalled_s, describe_place(frame))
+            detail = self._watch.describe(stalled_s, place)
             logger.warning("worker %d: %s", self._worker, detail)
             self.send(Stalled(worker=self._worker, detail=detail))
 

@@ -119,10 +119,15 @@ class ProgressWatch:
         )
 
 
-def main_frame() -> FrameType | None:
-    """Where the main thread is now."""
+def look_at_main_thread() -> tuple[bool, str]:
+    """Whether it waits for others, and where it is.
+
+    No frame is kept: one that another thread holds keeps those of its callers, and all that is in them, alive beyond
+    their end.
+    """
     ident = threading.main_thread().ident
-    return sys._current_frames().get(ident) if ident is not None else None
+    frame = sys._current_frames().get(ident) if ident is not None else None
+    return is_waiting(frame), describe_place(frame)
 
 
 def is_waiting(frame: FrameType | None) -> bool:

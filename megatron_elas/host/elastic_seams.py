@@ -7,11 +7,10 @@ which is made before Megatron would make it.
 from __future__ import annotations
 
 from megatron_elas.host.between_steps import wrap_evaluate, wrap_execute_sync, wrap_save_checkpoint
-from megatron_elas.host.gradients import wrap_finalize_gradients, wrap_tied_embedding_reduce
+from megatron_elas.host.gradients import wrap_finalize_gradients, wrap_no_sync, wrap_tied_embedding_reduce
 from megatron_elas.host.loaders import wrap_data_loaders, wrap_dataset_builder
 from megatron_elas.host.logging_seams import wrap_print_rank_last
 from megatron_elas.host.loss_masks import wrap_sample
-from megatron_elas.host.model import make_no_sync
 from megatron_elas.host.optimizer_layout import (
     layer_layout,
     wrap_layer_init,
@@ -84,6 +83,13 @@ ROWS = (
         "(input_tensor, output_tensor, output_tensor_grad, config)",
         "counts backward passes for fault scripts",
         wrap_backward_step,
+    ),
+    wrap(
+        "elastic.no-sync",
+        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.no_sync",
+        "(self)",
+        "ends when it is told to, and not when Python lets go of the frame of a schedule that did not tell it",
+        wrap_no_sync,
     ),
     wrap(
         "elastic.finalize-gradients",
@@ -283,14 +289,6 @@ ROWS = (
         "gathers state without the padding between buckets, but cuts it at offsets that count the padding: with more "
         "than one bucket it saves other parameters' numbers (upstream issue 504, said in the code there)",
         wrap_reshardable_state,
-    ),
-    replace(
-        "elastic.no-sync",
-        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.no_sync",
-        "(self)",
-        "a generator that a cancelled step leaves behind turns gradient reduction on in the middle of a later step",
-        "bf866d00de03f27bc8b9521f8a5ea6c9e2d4a651e787eb8d323647dda8d0ce27",
-        make_no_sync,
     ),
     replace(
         "elastic.bucket-layout",

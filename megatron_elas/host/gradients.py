@@ -119,3 +119,34 @@ def wrap_finalize_gradients(original: Any) -> Any:
             chunk.scale_gradients(scaling)
 
     return finalize_model_grads
+
+
+class SyncOff:
+    """What ``DistributedDataParallel.no_sync`` gives: gradients are not reduced until it is left.
+
+    Megatron's own is a generator. Its pipeline schedules enter it and never leave it when they only run forward, or are
+    cut short; then Python leaves it when it lets go of the schedule's frame. That may be late, and on any thread (one
+    that looks at this thread's frames is enough), in the middle of a later step, whose gradients would be reduced
+    before their last micro-batches. This one is left by those who leave it; every schedule begins by entering.
+    """
+
+    def __init__(self, ddp: Any) -> None:
+        self._groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+
+    def __enter__(self) -> None:
+        for group in self._groups:
+            group.is_last_microbatch = False
+
+    def __exit__(self, *error: object) -> None:
+        for group in self._groups:
+            group.is_last_microbatch = True
+
+
+def wrap_no_sync(original: Any) -> Any:
+    """``no_sync`` that ends only when it is told to."""
+
+    @functools.wraps(original)
+    def no_sync(self: Any) -> SyncOff:
+        return SyncOff(self)
+
+    return no_sync

@@ -74,33 +74,6 @@ def clear_communication(model: Sequence[Any]) -> None:
         bucket_group.per_param_grad_ready_counts = {}
 
 
-class GradientSyncOff:
-    """Takes the place of the context manager that DDP's ``no_sync`` makes: gradients are not reduced inside.
-
-    Megatron's own is a generator that Megatron's schedules enter by hand. One that a cancelled step has left behind is
-    closed when its frame is let go of, whenever that is, and then turns reduction on: if that is in the middle of the
-    step that is run again, gradients are reduced before all are there. This one does nothing when it is let go of.
-    """
-
-    def __init__(self, ddp: Any) -> None:
-        self._ddp = ddp
-
-    def __enter__(self) -> None:
-        self._set(False)
-
-    def __exit__(self, *error: object) -> None:
-        self._set(True)
-
-    def _set(self, is_last: bool) -> None:
-        for bucket_group in self._ddp.bucket_groups + self._ddp.expert_parallel_bucket_groups:
-            bucket_group.is_last_microbatch = is_last
-
-
-def make_no_sync(self: Any) -> GradientSyncOff:
-    """Takes the place of DistributedDataParallel.no_sync."""
-    return GradientSyncOff(self)
-
-
 def named_parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters by global name: layers are numbered from 0 over the whole model, and wrappers leave no trace.
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
 
-from megatron_elas.control.progress import FACTOR, PATIENCE, ProgressWatch, describe_place, is_waiting
+from megatron_elas.control.progress import (
+    FACTOR,
+    PATIENCE,
+    ProgressWatch,
+    describe_place,
+    is_waiting,
+    look_at_main_thread,
+)
 
 LIMIT_S = 5.0
 LOOK_S = 1.0
@@ -174,3 +182,30 @@ def test_modules_that_wait_exist() -> None:
     root = Path(megatron_elas.__file__).parent
     for module in ("runtime/session.py", "runtime/executor.py", "runtime/communicator/work.py", "control/link.py"):
         assert (root / module).is_file(), f"{module} has moved: is control/progress.py still right?"
+
+
+def test_looking_at_the_main_thread_keeps_nothing_of_it_alive() -> None:
+    class Held:
+        """Something in a frame."""
+
+    looked: list[tuple[bool, str]] = []
+    go_on, done = threading.Event(), threading.Event()
+
+    def look() -> None:
+        looked.append(look_at_main_thread())
+        done.set()
+        go_on.wait()
+
+    def call() -> weakref.ref[Held]:
+        held = Held()
+        thread.start()
+        done.wait()
+        return weakref.ref(held)
+
+    thread = threading.Thread(target=look)
+    try:
+        assert call()() is None
+    finally:
+        go_on.set()
+        thread.join()
+    assert not looked[0][0] and "threading.py" in looked[0][1]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from megatron_elas.host.gradients import find_overlaps
+from megatron_elas.host.gradients import find_overlaps, wrap_no_sync
 from megatron_elas.planner.plan import initial_plan, replan
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Placement
@@ -39,3 +41,18 @@ def test_equal_ends_meet_pairwise() -> None:
     assert [[(o.peer, o.start, o.stop) for o in overlaps] for overlaps in found] == [
         [(peer, start, start + 256)] for peer, start in zip(range(8, 12), range(0, 1024, 256), strict=True)
     ]
+
+
+def test_gradients_are_reduced_again_when_they_are_told_to_and_not_when_a_schedule_is_forgotten() -> None:
+    groups = [SimpleNamespace(is_last_microbatch=True) for _ in range(3)]
+    ddp = SimpleNamespace(bucket_groups=groups[:2], expert_parallel_bucket_groups=groups[2:])
+    no_sync = wrap_no_sync(lambda self: None)
+
+    def run_forward_only() -> None:
+        no_sync(ddp).__enter__()
+
+    run_forward_only()
+    assert not any(group.is_last_microbatch for group in groups)
+    with no_sync(ddp):
+        assert not any(group.is_last_microbatch for group in groups)
+    assert all(group.is_last_microbatch for group in groups)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from megatron_elas.host.model import (
     buffers_of,
     clear_communication,
     fit_buffers,
-    make_no_sync,
     sum_gradients,
 )
 from megatron_elas.runtime.communicator.communicator import Communicator
@@ -197,20 +194,3 @@ def test_buffers_fit_fewer_replicas_with_other_ranks(count: int, lost: tuple[int
 
     half = {"least": 2, "most": 2, "count": 3 * WIDTH**2 // 2}
     assert run_workers(count, body) == [KILLED if worker in lost else half for worker in range(count)]
-
-
-def test_leaving_the_block_without_reduction_behind_changes_nothing() -> None:
-    groups = [SimpleNamespace(is_last_microbatch=True) for _ in range(2)]
-    ddp = SimpleNamespace(bucket_groups=groups[:1], expert_parallel_bucket_groups=groups[1:])
-    with make_no_sync(ddp):
-        assert not any(group.is_last_microbatch for group in groups)
-    assert all(group.is_last_microbatch for group in groups)
-    left = make_no_sync(ddp)  # as the schedules do, in a step that is cancelled
-    left.__enter__()
-    again = make_no_sync(ddp)
-    again.__enter__()
-    del left
-    gc.collect()
-    assert not any(group.is_last_microbatch for group in groups), "reduction is on in the middle of the step run again"
-    again.__exit__(None, None, None)
-    assert all(group.is_last_microbatch for group in groups)
