@@ -76,10 +76,10 @@ class Worker:
         )
         self._port = LinkPort(environment.worker, self._link, WITHOUT_LIMIT_S)
         self._ready.set()
-        if environment.worker == 0 and self.job.data_parallel == 1:
+        if environment.worker == 0 and self.job.world_size < 2 * self.job.tensor_parallel:
             print(
-                "megatron_elas: with one data-parallel row every stage has one cell, so the loss of any worker ends "
-                "the job: add rows (more workers, or smaller tensor and pipeline sizes) to survive losses",
+                "megatron_elas: the job has a single cell, so the loss of any worker ends it: add workers to survive "
+                "losses",
                 flush=True,
             )
         start = self._link.wait_start(WITHOUT_LIMIT_S)

@@ -35,6 +35,7 @@ class Health:
         """Anything came from the worker. The first time starts watching it."""
         pulse = self._pulses.setdefault(worker, Pulse(heard_s=now))
         pulse.heard_s = now
+        pulse.hung_up = False
 
     def hear_progress(self, worker: int, epoch: int, step: int, now: float, waiting: bool = False) -> None:
         """A heartbeat came."""

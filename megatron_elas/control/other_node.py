@@ -170,8 +170,11 @@ class OtherNode:
         while True:
             try:
                 connection = await dial_async(_address_of(options), options.token)
-                for message in (msgspec.structs.replace(self._hello, again=True), *self._reported):
-                    await connection.send(encode(message))
+                await connection.send(encode(msgspec.structs.replace(self._hello, again=True)))
+                sent = 0
+                while sent < len(self._reported):  # more may be reported meanwhile
+                    await connection.send(encode(self._reported[sent]))
+                    sent += 1
             except (ConnectionRefusedError, NotAMember):
                 return False
             except (OSError, InvalidHandshake, ConnectionClosed):

@@ -27,8 +27,13 @@ PATIENCE = 10
 """Where there is no measure, the limit is so many times as long."""
 
 _WAITING = ("megatron_elas.runtime.", "megatron_elas.control.")
-_NOT_WAITING = ("megatron_elas.runtime.session", "megatron_elas.runtime.executor")
-"""They call the script's own code."""
+_NOT_WAITING = (
+    "megatron_elas.runtime.session",
+    "megatron_elas.runtime.executor",
+    "megatron_elas.runtime.snapshots",
+    "megatron_elas.runtime.verification",
+)
+"""They call the script's own code, or wait for this worker's own threads."""
 
 
 class ProgressWatch:

@@ -69,7 +69,9 @@ def leave_out(state: Training, event: LeaveOut, now: float) -> Step:
 
 def distrust(state: Resuming, event: Unverified, now: float) -> Step:
     """A check failed: start a new epoch with the same workers and state from elsewhere, but not twice for one cause."""
-    place = (event.check, event.step, event.renewable)
+    # Copies that were renewed once and are bad again are no remedy.
+    renewable = event.renewable and (event.check, event.step, True) not in state.roster.unverified
+    place = (event.check, event.step, renewable)
     if place in state.roster.unverified:
         return stop(
             state,
@@ -80,14 +82,10 @@ def distrust(state: Resuming, event: Unverified, now: float) -> Step:
     outage = replace(
         state.outage,
         unverified=(*state.outage.unverified, event.sentence),
-        distrusted=state.outage.distrusted or not event.renewable,
+        distrusted=state.outage.distrusted or not renewable,
     )
     roster = replace(state.roster, unverified=state.roster.unverified | {place})
-    remedy = (
-        "other copies are to take its place"
-        if event.renewable
-        else "the newest checkpoint is to take the state's place"
-    )
+    remedy = "other copies are to take its place" if renewable else "the newest checkpoint is to take the state's place"
     settling, quiesce, planning = _begin_epoch(replace(state, roster=roster, outage=outage), (), (), now)
     return settling, (quiesce, planning, Note(text=f"{event.sentence}; {remedy}", warning=True))
 

@@ -91,11 +91,16 @@ def wrap_save_checkpoint(original: Any) -> Any:
         def go_without() -> None:
             attached.unsaved = iteration
 
+        def have_missed() -> None:  # a worker that was away does not know how the others' save went
+            missed.append(iteration)
+
+        missed: list[int] = []
+
         purpose = f"save the checkpoint of iteration {iteration} in --save {get_args().save}"
         outcome = attached.session.run_between(
-            body, Dispensable(purpose=purpose, instead=go_without), missed=lambda: None
+            body, Dispensable(purpose=purpose, instead=go_without), missed=have_missed
         )
-        if attached.host is not None and attached.unsaved != iteration:
+        if attached.host is not None and not missed and attached.unsaved != iteration:
             attached.host.checkpoints.note(iteration)
         return outcome
 

@@ -59,6 +59,8 @@ def check_elastic_arguments(args: Any, platform: PlatformName) -> None:
         "--adlr-autoresume": args.adlr_autoresume,
         "--ckpt-assume-constant-structure": args.ckpt_assume_constant_structure,
         "--iterations-to-skip": bool(args.iterations_to_skip),
+        "--qk-clip": args.qk_clip,
+        "--log-max-attention-logit": args.log_max_attention_logit,
         "--ddp-average-in-collective": args.ddp_average_in_collective,
         "--use-tp-pp-dp-mapping": args.use_tp_pp_dp_mapping,
         # When a checkpoint is saved it looks for the start of a job of as many workers as are left.

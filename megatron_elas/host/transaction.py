@@ -87,11 +87,17 @@ def wrap_part_update(original: Any) -> Any:
 
     @functools.wraps(original)
     def step_with_ready_grads(self: Any) -> Any:
-        outcome = original(self)
         attached = attachment()
-        if attached.counter.step >= 0:
-            attached.session.applied()
-            attached.strike(attached.counter.step, "gather", None)
+        if attached.counter.step < 0:
+            return original(self)
+        # A timer may begin with a barrier. Cut in one behind the update, this worker would make the update again.
+        barriers, self.config.barrier_with_L1_time = self.config.barrier_with_L1_time, False
+        try:
+            outcome = original(self)
+        finally:
+            self.config.barrier_with_L1_time = barriers
+        attached.session.applied()
+        attached.strike(attached.counter.step, "gather", None)
         return outcome
 
     return step_with_ready_grads

@@ -87,7 +87,7 @@ class OptimizerMirror:
                 self._optimizer.state[param]["step"] = torch.tensor(step)
             clip(self._params, self._clip, update)
             self._optimizer.step()
-        self._flat[-1] = step + 1
+            self._flat[-1] = step + 1  # an owner of nothing but padding counts no updates either
 
 
 def clip(params: Sequence[torch.Tensor], limit: float, update: Update) -> None:

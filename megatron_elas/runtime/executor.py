@@ -184,6 +184,9 @@ class Executor:
             marks["verify"] = time.time()
         else:
             state.fitted = None
+            self._pool.forget_copies()
+            if settlement.checkpoint is not None:  # what was captured is of steps that are run again
+                state.captures.clear()
         state.stores[plan.epoch] = (plan, store)
         state.live = version if store is not None else None
         if store is not None:

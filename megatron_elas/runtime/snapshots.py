@@ -198,6 +198,10 @@ class SnapshotPool:
         if self.mode is SnapshotMode.REPLAY:
             store.own.release()
 
+    def forget_copies(self) -> None:
+        """This worker has no seat any more: follow nobody."""
+        self._mirrors.clear()
+
     def _end_following(self) -> None:
         """Until the wards' copies have followed. Raises what applying an update raised."""
         if self._following is not None:

@@ -607,6 +607,19 @@ def test_bad_copies_alone_are_made_anew_from_their_owners(running: Director) -> 
     assert recover is not None and recover.settlement.checkpoint is None
 
 
+def test_copies_that_are_bad_again_after_they_were_renewed_give_way_to_the_checkpoint(running: Director) -> None:
+    old = plan_of(running)
+    running.send(exited(3, -9))
+    settle_with_checkpoints(running, 1, {0: 4, 1: 4, 2: 4}, old)
+    running.send(unverified(1, 1, renewable=True))
+    settle_with_checkpoints(running, 2, {0: 4, 1: 4, 2: 4}, old)
+    running.send(unverified(1, 2, renewable=True))
+    recover = settle_with_checkpoints(running, 3, {0: 4, 1: 4, 2: 4}, old)
+    assert recover is not None and recover.settlement.checkpoint == 4
+    running.send(unverified(1, 3, renewable=True))
+    assert stop_code(running) == ExitCode.STATE_INVALID
+
+
 @pytest.mark.parametrize("later", [0, 1], ids=["same-outage", "later-outage"])
 def test_the_same_check_that_fails_before_the_same_step_again_ends_the_job(later: int) -> None:
     running = Director(make_job(pipeline=1, data=4)).start()

@@ -35,6 +35,15 @@ def test_a_worker_that_hung_up_is_given_a_short_time() -> None:
     assert health.find_silent(5.1 + LINK_GRACE_S)
 
 
+def test_a_worker_that_comes_back_has_the_whole_limit_again() -> None:
+    health = Health(10.0)
+    beating(health, 0.0, 0)
+    health.hang_up(0, 1.0)
+    health.hear(0, 1.2)
+    for now in range(2, 10):
+        assert not health.find_silent(float(now))
+
+
 def test_time_in_which_the_controller_itself_was_held_up_counts_against_nobody() -> None:
     health = Health(10.0)
     beating(health, 0.0, 0)

@@ -70,17 +70,21 @@ class Configuration:
         return self.tensor * self.pipeline * self.data
 
     @property
+    def job(self) -> JobSpec:
+        """What the controller knows of it, but for how layers are dealt to stages."""
+        return JobSpec(
+            tensor_parallel=self.tensor,
+            pipeline_parallel=self.pipeline,
+            data_parallel=self.data,
+            micro_batch_size=1,
+            num_microbatches=self.batch,
+            stage_layers=(self.layers // self.pipeline,) * self.pipeline,
+        )
+
+    @property
     def placement(self) -> Placement:
         """Who sits where at first."""
-        return Placement.initial(
-            JobSpec(
-                tensor_parallel=self.tensor,
-                pipeline_parallel=self.pipeline,
-                data_parallel=self.data,
-                micro_batch_size=1,
-                num_microbatches=self.batch,
-            )
-        )
+        return Placement.initial(self.job)
 
     @property
     def relative(self) -> float:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_elas.planner.plan import initial_plan, replan
 from tests.distributed.configurations import CONFIGURATIONS, SAVED, STEPS, Configuration, roles
 from tests.distributed.conftest import TIMEOUT_S, Train
 from tests.fault.runs import Run, assert_nothing_stale, assert_same_norms, assert_same_training, run_stock
@@ -56,9 +57,10 @@ def assert_lost_and_gone_on(configuration: Configuration, run: Run, first: int, 
     )
     assert len(calm.losses) == STEPS
     lost = [int(fault.partition("=")[2].partition("@")[0]) for fault in faults]
-    left = configuration.placement
-    for worker in lost:
-        left = left.without([worker])
+    plan = initial_plan(configuration.job, {})
+    for epoch, worker in enumerate(lost, start=1):
+        plan = replan(configuration.job, plan, [worker], epoch, {})
+    left = plan.placement
     assert run.records("final").keys() == set(left.workers)
     assert_nothing_stale(run)
     assert f"now      {left.describe()}" in run.output

@@ -24,6 +24,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "cuda_graph_impl": "none", "optimizer_cuda_graph": False, "non_persistent_ckpt_type": None, "optimizer": "adam",
         "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False, "async_save": False, "save": None,
         "ckpt_format": "torch_dist", "phase_transition_iterations": None, "iterations_to_skip": [],
+        "qk_clip": False, "log_max_attention_logit": False,
         "log_progress": False, "ddp_average_in_collective": False, "use_tp_pp_dp_mapping": False,
         "exit_duration_in_mins": None, "exit_signal_handler": False,
         "adlr_autoresume": False, "ckpt_assume_constant_structure": False, "world_size": 4,
