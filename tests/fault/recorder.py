@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elas import pretrain_gpt
-from tests.fault import controller_killer, planting, sleeper, slow_moves, verification_plants
+from tests.fault import controller_killer, planting, sleeper, slow_moves, update_killer, verification_plants
 from tests.fault.footprint import ancestors, count_objects, count_tensor_bytes, take_footprint
 from tests.fault.stale import Scene, find_stale
 from tests.fault.traces import Tracer
@@ -49,6 +49,7 @@ def main() -> int:
             tracers.append(Tracer(Path(os.environ["ELAS_TEST_OUT"]), attachment().worker))
         return tracers[0]
 
+    update_killer.install(Path(os.environ["ELAS_TEST_OUT"]))
     kill_step = int(os.environ.get("ELAS_TEST_KILL_SPARES", "-1"))
 
     def record_version(host: Any, step: int, data_iterator: Any) -> None:

@@ -41,6 +41,18 @@ def test_overlapped_communication_timers_and_logs_are_cut_short(faults: list[str
     assert_nothing_stale(run)
 
 
+@pytest.mark.parametrize("worker", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_a_worker_killed_inside_its_update_has_nobody_make_it_twice(worker: int, calm: Run, tmp_path: Path) -> None:
+    # Timers of this level begin with barriers, also right behind the update.
+    run = run_job(
+        tmp_path / "run", (*OVERLAP, *MEASURED, *WARMUP), workers=4,
+        environ={"ELAS_TEST_KILL_IN_UPDATE": f"{worker}@5"},
+    )  # fmt: skip
+    assert (run.folder / "killed_in_update").exists(), run.output[-6000:]
+    assert "resumed  step 6 on 3 of 4 workers" in run.output, "the step was not finished"
+    assert_same_training(run, calm)
+
+
 def test_a_narrow_stage_feeds_a_wider_one_whose_gathers_are_overlapped(tmp_path: Path) -> None:
     # Three cells wait for each other in their first forward pass; the one in front must have fed them all by then.
     calm = run_job(tmp_path / "calm", OVERLAP, workers=6, steps=7, batch=12)

@@ -133,3 +133,18 @@ def test_a_checkpoint_that_was_cut_short_is_not_taken(tmp_path: Path) -> None:
     assert "go on from the checkpoint of iteration 4" in run.output
     assert_same_training(run, undisturbed)
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "8"
+
+
+@pytest.mark.slow
+def test_a_spare_that_has_seen_later_steps_gets_a_seat_after_the_return_to_a_checkpoint(tmp_path: Path) -> None:
+    flags = ("--tensor-model-parallel-size=2",)
+    calm = run_job(tmp_path / "calm", flags, workers=6, steps=12, batch=12)
+    # Two cells are gone with all copies of their shards; worker 2 is left over. It had begun step 9 like all others.
+    faults = [f"kill:worker={worker}@step=9,phase=forward,microbatch=0" for worker in (0, 1, 3)]
+    faults.append("kill:worker=4@step=9,phase=norm")
+    saving = (*CHECKPOINTS, f"--save={tmp_path / 'checkpoints'}")
+    run = run_job(tmp_path / "run", (*flags, *saving), workers=6, steps=12, batch=12, faults=faults)
+    assert sorted(run.fired) == sorted(faults), run.output[-6000:]
+    assert "state    from the checkpoint of iteration 8" in run.output
+    assert run.records("final").keys() == {2, 5}
+    assert_same_training(run, calm)
