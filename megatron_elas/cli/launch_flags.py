@@ -202,7 +202,7 @@ def _read_workers(text: str, environ: Mapping[str, str]) -> int:
         return _count_devices("gpu", environ) or _count_devices("npu", environ) or (os.cpu_count() or 1)
     if text == "cpu":
         return os.cpu_count() or 1
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise BadUsage(f"--nproc-per-node must be a number from 1 up, auto, cpu, gpu or npu, got '{text}'")
     return int(text)
 
