@@ -185,7 +185,8 @@ class Executor:
         else:
             state.fitted = None
             self._pool.forget_copies()
-            if settlement.checkpoint is not None:  # what was captured is of steps that are run again
+            if state.captures:  # from the start of its last step this worker counts what it misses, if it gets a seat
+                self._host.rewind(state.captures[max(state.captures)])
                 state.captures.clear()
         state.stores[plan.epoch] = (plan, store)
         state.live = version if store is not None else None

@@ -186,6 +186,7 @@ def walk(attached: Any, step: int) -> dict[str, Any]:
     return footprint | {
         "step": step,
         "problems": problems,
+        "wards": len(attached.session._state.store.wards),
         "objects": count_objects(objects),
         "tensor_bytes": count_tensor_bytes(objects),
         "ancestors": ancestors(),
