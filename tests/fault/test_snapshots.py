@@ -57,7 +57,7 @@ def test_a_backup_has_made_the_update_of_a_lost_owner_with_the_same_bits(
     worker: int, precision: tuple[str, ...], tmp_path: Path
 ) -> None:
     calm = run(tmp_path / "calm", *precision)
-    fault = f"kill:worker={worker}@step={AT},phase=gather"
+    fault = f"kill:worker={worker}@step={AT},phase=commit"  # by then all others have prepared the step
     struck = run(tmp_path / "run", *precision, faults=(fault,))
     assert f"resumed  step {AT + 1} on" in struck.output, "the step was not finished but run again"
     assert_same_training(struck, calm)

@@ -8,8 +8,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
+
+
+def wait_for_all(out: Path, workers: int) -> None:
+    """Until each of them has changed its shard."""
+    deadline = time.monotonic() + 20
+    while len(list(out.glob("updated.*"))) < workers:
+        assert time.monotonic() < deadline, "not all workers came to their update"
+        time.sleep(0.005)
 
 
 def install(out: Path) -> None:
@@ -28,9 +37,12 @@ def install(out: Path) -> None:
         outcome = update(self, *args, **kwargs)
         if threading.current_thread() is threading.main_thread():  # not where copies of other workers follow
             attached = attachment()
-            if (attached.worker, attached.counter.step) == (worker, step):
-                (out / "killed_in_update").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+            if attached.counter.step == step:
+                (out / f"updated.{attached.worker}").touch()
+                if attached.worker == worker:
+                    wait_for_all(out, attached.job.world_size)  # so they are prepared, and the step is finished
+                    (out / "killed_in_update").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
         return outcome
 
     torch.optim.AdamW.step = struck  # type: ignore[method-assign]
