@@ -72,13 +72,14 @@ def test_megatron_accepts_a_launch_script_at_its_world_size(model: str) -> None:
         assert "\nAny one node of the others may be lost.\n" in ran.stdout
     workers = NODES_OF[model] * (4 if model == "tiny" else 8)
     assert f"workers     {workers} on {NODES_OF[model]} node" in ran.stdout
-    memory = re.split("memory per worker|Copies take", ran.stdout)[1].splitlines()[2:]
-    device, host = ([float(line.split()[column]) for line in memory] for column in (8, 11))
+    memory = re.split("memory per worker|\nCopies ", ran.stdout)[1].splitlines()[2:]
+    device, host, peak = ([float(line.split()[column]) for line in memory] for column in (8, 11, 12))
     assert max(device) < 64, "an 80 GB accelerator also needs room for what is not counted"
     if model != "tiny":
         grid = re.search(r"grid: tensor (\d) x pipeline (\d) x data (\d)", ran.stdout)
         assert grid is not None
-        row = f"| {workers} | {' x '.join(grid.groups())} | {min(device):.0f} to {max(device):.0f} | {max(host):.0f} |"
+        room = f"{min(device):.0f} to {max(device):.0f} | {max(host):.0f}; {max(peak):.0f}"
+        row = f"| {workers} | {' x '.join(grid.groups())} | {room} |"
         assert f"| `scripts/launch_llama_{model}.sh` {row}" in (REPO / "README.md").read_text()
 
 
