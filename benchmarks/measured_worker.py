@@ -23,24 +23,21 @@ from megatron_elas import pretrain_gpt
 def measure_recoveries() -> None:
     """Print a line for each."""
     from megatron_elas.control.port import LinkPort
-    from megatron_elas.host.training import MegatronHost
     from megatron_elas.runtime.executor import Executor
 
     seen: dict[str, Any] = {}
-    apply, digest, recovered = Executor.apply, MegatronHost.digest, LinkPort.recovered
+    apply, recovered = Executor.apply, LinkPort.recovered
 
     @functools.wraps(apply)
     def measured_apply(self: Any, *args: Any) -> Any:
         before_s = time.process_time()
         report = apply(self, *args)
         seen["cpu_ms"] = (time.process_time() - before_s) * 1e3
+        state = self._state
+        seat = state.plan.placement.find_seat(state.worker)
+        if seat is not None:
+            seen["stage_numel"] = state.catalogue.total_count(state.plan, seat.stage)
         return report
-
-    @functools.wraps(digest)
-    def measured_digest(self: Any) -> Any:
-        state = digest(self)
-        seen["stage_numel"] = state.total_numel
-        return state
 
     @functools.wraps(recovered)
     def printed_recovered(self: Any, report: Any) -> None:
@@ -48,7 +45,6 @@ def measure_recoveries() -> None:
         recovered(self, report)
 
     Executor.apply = measured_apply  # type: ignore[method-assign]
-    MegatronHost.digest = measured_digest  # type: ignore[method-assign]
     LinkPort.recovered = printed_recovered  # type: ignore[method-assign]
 
 
