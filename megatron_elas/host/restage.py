@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,31 +21,6 @@ from megatron.training import get_args
 from megatron_elas.host.model import buffers_of
 from megatron_elas.spec.buckets import bucket_size
 from megatron_elas.spec.layout import Seat
-from megatron_elas.spec.plan import ElasticPlan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What a worker's model is a part of the whole: equal parts have the same parameters, in the same order."""
-
-    layers: tuple[int, int]
-    """Transformer layers ``[start, stop)``, from 0."""
-    is_first: bool
-    """Has the embedding."""
-    is_last: bool
-    """Has the final norm and the head."""
-    lane: int
-
-    @staticmethod
-    def of(plan: ElasticPlan, worker: int) -> Part:
-        """The part of a seated worker under a plan."""
-        seat = plan.placement.seat(worker)
-        return Part(
-            layers=plan.layers[seat.stage],
-            is_first=seat.stage == 0,
-            is_last=seat.stage == plan.placement.num_stages - 1,
-            lane=seat.lane,
-        )
 
 
 def has_room(model: Sequence[Any], replicas: int) -> bool:

@@ -20,7 +20,7 @@ from megatron_elas.host.log_handover import Log
 from megatron_elas.host.model import bucket_groups_of, clear_communication, fit_buffers, sum_gradients
 from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess
 from megatron_elas.host.pipeline import Route, RoutedPipeline
-from megatron_elas.host.restage import ModelFactory, Part, has_room, seed_streams
+from megatron_elas.host.restage import ModelFactory, has_room, seed_streams
 from megatron_elas.host.saved import Checkpoints, load_into
 from megatron_elas.host.updates import OptimizerMirror, Settings, finish_update, read_settings, sum_losses, tell_losses
 from megatron_elas.runtime.communicator.communicator import Communicator
@@ -29,7 +29,7 @@ from megatron_elas.runtime.verification.inspection import Inspection
 from megatron_elas.spec.catalogue import Catalogue, StageContents
 from megatron_elas.spec.errors import StateInvalid
 from megatron_elas.spec.layout import Placement
-from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.plan import ElasticPlan, ModelPart
 from megatron_elas.spec.shards import ShardLayout
 from megatron_elas.spec.transaction import Update
 
@@ -78,7 +78,7 @@ class MegatronHost:
         self._pipeline = pipeline
         self._factory = factory
         self._models = models
-        self._part: Part | None = Part.of(route.plan, worker)
+        self._part: ModelPart | None = route.plan.part_of(worker)
         """What the model holds; None while it is being made anew."""
         self._model = model
         self._optimizer = optimizer
@@ -224,7 +224,7 @@ class MegatronHost:
 
     def rebuild(self, plan: ElasticPlan) -> None:
         """See Host."""
-        part = Part.of(plan, self._worker)
+        part = plan.part_of(self._worker)
         seat = plan.placement.seat(self._worker)
         if part == self._part and has_room(self._model, len(plan.placement.replicas(seat.stage, seat.lane))):
             fit_buffers(self._model)

@@ -65,8 +65,6 @@ class OptimizerMirror:
             self._params.append(param)
             self._spans.append(span)
             moments.append([slots[number, span] for number in range(1, len(SLOTS))])
-        self._step = torch.zeros(())
-        """Of every piece: one tensor, so that a copy that is filled anew changes it for all."""
         self._optimizer = kind(groups) if self._params else None
         if self._optimizer is not None:
             for param, parts in zip(self._params, moments, strict=True):
@@ -160,5 +158,6 @@ def tell_losses(losses: dict[str, torch.Tensor], tells: bool) -> dict[str, torch
             row[0] = value
             row[1 : 1 + len(letters)] = torch.tensor(list(letters))
     dist.all_reduce(board)
-    names = [bytes(int(letter) for letter in row[1:]).rstrip(b"\0").decode(errors="replace") for row in board]
+    letters = board[:, 1:].to(torch.uint8).numpy()
+    names = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in letters]
     return {name: row[0].clone() for name, row in zip(names, board, strict=True) if name}

@@ -328,19 +328,34 @@ class Executor:
         Raises:
             VerificationFailed: Something does not fit.
         """
+        verify(plan, self._evidence(plan, version), self._groups.all_gather_rows, lambda owner: None, BEFORE_FORWARD)
+
+    def _evidence(
+        self,
+        plan: ElasticPlan,
+        version: int,
+        *,
+        store: ShardStore | None = None,
+        sent: Sums | None = None,
+        borrowed: tuple[tuple[int, int], ...] = (),
+    ) -> Evidence:
+        """What this worker has to show; of optimizer state only with a ``store`` that is complete."""
         worker = self._state.worker
         parameters = self._state.catalogue.parameters(plan, plan.placement.seat(worker).stage)
-        evidence = Evidence(
+        mirrors = {}
+        if store is not None:
+            for ward, copies in store.wards.items():
+                mirrors[ward] = Copy(layout=store.ward_layouts[ward], flat=copies.get(version))
+        return Evidence(
             worker=worker,
             version=version,
             inspection=self._host.inspect(),
             expected={parameter.name: parameter.count for parameter in parameters},
-            sent=None,
-            source=None,
-            borrowed=(),
-            mirrors={},
+            sent=sent,
+            source=None if store is None else store.own.get(version),
+            borrowed=borrowed,
+            mirrors=mirrors,
         )
-        verify(plan, evidence, self._groups.all_gather_rows, lambda owner: None, BEFORE_FORWARD)
 
     def _verify(
         self,
@@ -357,21 +372,7 @@ class Executor:
         Raises:
             VerificationFailed: Something does not fit.
         """
-        worker, catalogue = self._state.worker, self._state.catalogue
-        parameters = catalogue.parameters(plan, plan.placement.seat(worker).stage)
-        evidence = Evidence(
-            worker=worker,
-            version=version,
-            inspection=self._host.inspect(),
-            expected={parameter.name: parameter.count for parameter in parameters},
-            sent=sent,
-            source=store.own.get(version),
-            borrowed=borrowed,
-            mirrors={
-                ward: Copy(layout=store.ward_layouts[ward], flat=copies.get(version))
-                for ward, copies in store.wards.items()
-            },
-        )
+        evidence = self._evidence(plan, version, store=store, sent=sent, borrowed=borrowed)
 
         def drop(owner: int) -> None:
             for copies in (store.wards.get(owner), None if base is None else base.wards.get(owner)):

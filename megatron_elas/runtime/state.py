@@ -7,37 +7,21 @@ from typing import NamedTuple
 
 from megatron_elas.runtime.store import ShardStore
 from megatron_elas.spec.catalogue import Catalogue
-from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.plan import ElasticPlan, ModelPart
 from megatron_elas.spec.report import Holding
 
 
 class Fit(NamedTuple):
     """What model, parameter buffers and optimizer of a worker are built for."""
 
-    layers: tuple[int, int]
-    is_first: bool
-    """The stage has the embedding."""
-    is_last: bool
-    """The stage has the head."""
-    lane: int
+    part: ModelPart
     replicas: tuple[int, ...]
 
     @staticmethod
     def of(plan: ElasticPlan, worker: int) -> Fit:
         """What the plan asks of a seated worker."""
         seat = plan.placement.seat(worker)
-        return Fit(
-            layers=plan.layers[seat.stage],
-            is_first=seat.stage == 0,
-            is_last=seat.stage == plan.placement.num_stages - 1,
-            lane=seat.lane,
-            replicas=plan.placement.replicas(seat.stage, seat.lane),
-        )
-
-    @property
-    def part(self) -> tuple[object, ...]:
-        """What says which parameters the model holds."""
-        return self[:-1]
+        return Fit(part=plan.part_of(worker), replicas=plan.placement.replicas(seat.stage, seat.lane))
 
 
 @dataclass(slots=True)
@@ -75,7 +59,7 @@ class WorkerState:
                 result.append(Holding(epoch=epoch, live=None, kept=(), wards={}))
             else:
                 live = self.live if epoch == max(self.stores) else None
-                fits = self.fitted is not None and self.fitted.part == Fit.of(plan, self.worker).part
+                fits = self.fitted is not None and self.fitted.part == plan.part_of(self.worker)
                 result.append(replace(store.holding(epoch, live), parameters=self.gathered if fits else None))
         return tuple(result)
 

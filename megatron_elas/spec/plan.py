@@ -15,6 +15,19 @@ from megatron_elas.spec.transaction import Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPart:
+    """What a worker's model is of the whole: equal parts have the same parameters, in the same order."""
+
+    layers: tuple[int, int]
+    """Transformer layers ``[start, stop)``, from 0."""
+    is_first: bool
+    """Has the embedding."""
+    is_last: bool
+    """Has the final norm and the head."""
+    lane: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticPlan:
     """Who sits where, which micro-batches each cell runs, who keeps whose copy."""
 
@@ -48,6 +61,16 @@ class ElasticPlan:
     def layers_of(self, worker: int) -> tuple[int, int]:
         """Transformer layers ``[start, stop)`` that the worker's stage holds."""
         return self.layers[self.placement.seat(worker).stage]
+
+    def part_of(self, worker: int) -> ModelPart:
+        """What the model of a seated worker holds."""
+        seat = self.placement.seat(worker)
+        return ModelPart(
+            layers=self.layers[seat.stage],
+            is_first=seat.stage == 0,
+            is_last=seat.stage == self.placement.num_stages - 1,
+            lane=seat.lane,
+        )
 
     def backups_of(self, worker: int) -> tuple[int, ...]:
         """Who keeps copies of the worker's shard, nearest first."""

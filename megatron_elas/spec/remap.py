@@ -26,15 +26,9 @@ def keeps_shard(catalogue: Catalogue, base: ElasticPlan, plan: ElasticPlan, work
 
 def keeps_model(base: ElasticPlan, plan: ElasticPlan, worker: int) -> bool:
     """Whether the worker has a seat under the later plan and its model holds the same parameters under both."""
-    before, after = base.placement.find_seat(worker), plan.placement.find_seat(worker)
-    if before is None or after is None or before.lane != after.lane:
+    if base.placement.find_seat(worker) is None or plan.placement.find_seat(worker) is None:
         return False
-    last_before, last_after = base.placement.num_stages - 1, plan.placement.num_stages - 1
-    return (
-        base.layers[before.stage] == plan.layers[after.stage]
-        and (before.stage == 0) == (after.stage == 0)
-        and (before.stage == last_before) == (after.stage == last_after)
-    )
+    return base.part_of(worker) == plan.part_of(worker)
 
 
 def plan_remap(

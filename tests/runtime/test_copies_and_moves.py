@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from megatron_elas.runtime.verification.inspection import flat_sums
 from megatron_elas.spec.errors import EpochChanged
 from megatron_elas.spec.moves import plan_moves
 from megatron_elas.spec.shards import Piece, ShardLayout
+from tests.runtime.workers import at_once
 
 
 @pytest.fixture
@@ -28,26 +28,6 @@ def transports(tmp_path: Path) -> Iterator[list[SocketTransport]]:
     yield made
     for transport in made:
         transport.close()
-
-
-def at_once(*functions: Callable[[], object]) -> None:
-    """Run on a thread each and wait for all; raises the first error."""
-    errors: list[BaseException] = []
-
-    def run(function: Callable[[], object]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
 
 
 def layout(*ranges: tuple[str, int, int]) -> ShardLayout:

@@ -30,6 +30,7 @@ from megatron_elas.spec.moves import plan_moves
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.remap import plan_remap
 from megatron_elas.spec.shards import ShardLayout
+from tests.runtime.workers import at_once
 
 VERSION = 7
 STEP = 5.0
@@ -166,26 +167,6 @@ class Crew:
         for worker in plan.placement.spares:
             assert results[worker][0] is None
         return results
-
-
-def at_once(*functions: Callable[[], object]) -> None:
-    """Run on a thread each and wait for all; raises the first error."""
-    errors: list[BaseException] = []
-
-    def run(function: Callable[[], object]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import os
 import pickle
 import select
 import signal
+import threading
 import time
 import traceback
 import warnings
@@ -118,3 +119,23 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"did not come true within {limit_s:g} s"
         time.sleep(0.001)
+
+
+def at_once(*functions: Callable[[], object]) -> None:
+    """Run on a thread each and wait for all; raises the first error."""
+    errors: list[BaseException] = []
+
+    def run(function: Callable[[], object]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
