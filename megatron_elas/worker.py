@@ -23,7 +23,7 @@ from megatron_elas.host.log_handover import Log
 from megatron_elas.host.memory import check_node_memory
 from megatron_elas.host.requirements import check_elastic_arguments, describe_job
 from megatron_elas.host.sample_log import SampleLog
-from megatron_elas.host.shape import launch_layers
+from megatron_elas.host.shape import describe_run, launch_layers
 from megatron_elas.platform.detect import detect
 from megatron_elas.platform.host_memory import read_available
 from megatron_elas.runtime.communicator.communicator import Communicator
@@ -58,6 +58,7 @@ class Worker:
         """Set when the link's thread may use this object."""
         self._faults = FaultInjector(faults, environment.worker, self._announce)
         self._transport = SocketTransport(environment.worker, self._listen_address(), environment.token)
+        shape, training = describe_run(args) or (None, None)
         self._link = ControlLink(
             environment.controller,
             environment.token,
@@ -68,6 +69,8 @@ class Worker:
                 domain=environment.domain,
                 address=self._transport.address,
                 job=self.job,
+                shape=shape,
+                training=training,
             ),
             environment.heartbeat_s,
             self._cancel,

@@ -18,6 +18,7 @@ from megatron_elas.config import ControlTimeouts, flag_of
 from megatron_elas.control.environment import TOKEN_VARIABLE
 from megatron_elas.control.launch_options import LaunchOptions
 from megatron_elas.control.starter_messages import Target
+from megatron_elas.spec.cluster import load_cluster
 from megatron_elas.spec.errors import BadUsage
 
 DEFAULT_PORT = 29400
@@ -29,6 +30,9 @@ DRY_RUN_ENTRIES = frozenset({"megatron_elas.pretrain_gpt"})
 DEVICE_FILES = {"gpu": r"nvidia\d+", "npu": r"davinci\d+"}
 """In /dev, one per accelerator."""
 VISIBLE_DEVICES = {"gpu": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+DEFAULT_CLUSTERS = {"gpu": "gpu-96", "npu": "npu-96"}
+"""Profile in configs/clusters, by kind of accelerator."""
+DEFAULT_CPU_CLUSTER = "cpu"
 KNOWN_BACKENDS = ("static", "c10d")
 TIMEOUT_HELP = {
     "heartbeat_interval_s": "a worker says this often that it lives",
@@ -82,6 +86,13 @@ def build_parser() -> argparse.ArgumentParser:
         "exit-code-file",
         metavar="FILE",
         help="node 0 writes the job's exit code there, for schedulers that report another",
+    )
+    add("cluster", metavar="NAME|FILE", help="profile that plans are made with, see configs/clusters; default: by device")
+    add(
+        "costs",
+        choices=["measured", "profile"],
+        default="measured",
+        help="plan with what the job's own steps took, once they did, or with the profile alone",
     )
     add(
         "dry-run",
@@ -138,6 +149,8 @@ def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptio
         log_dir=_make_log_dir(flags.log_dir, keep=not flags.dry_run),
         exit_code_file=None if flags.exit_code_file is None else _check_writable(flags.exit_code_file),
         dry_run=flags.dry_run,
+        cluster=_choose_cluster(flags.cluster),
+        costs=flags.costs,
         timeouts=ControlTimeouts(
             **{field.name: _read_seconds(field.name, getattr(flags, field.name)) for field in fields(ControlTimeouts)}
         ),
@@ -216,6 +229,15 @@ def _count_devices(kind: str, environ: Mapping[str, str]) -> int:
 
 def _has_accelerator() -> bool:
     return any(_count_devices(kind, {}) for kind in DEVICE_FILES)
+
+
+def _choose_cluster(given: str | None) -> str:
+    """A profile that can be read, as a path where it is a file."""
+    name = given or next(
+        (name for kind, name in DEFAULT_CLUSTERS.items() if _count_devices(kind, {})), DEFAULT_CPU_CLUSTER
+    )
+    load_cluster(name)
+    return str(Path(name).absolute()) if name.endswith((".toml", ".json")) else name
 
 
 def _read_endpoint(flags: argparse.Namespace, nnodes: int) -> tuple[str, int]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_elas.config import ControlTimeouts
+
+CostSource = Literal["measured", "profile"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +19,10 @@ class Launch:
     timeouts: ControlTimeouts
     elastic: bool = False
     """What is launched was told so by its flags; otherwise it shows when its workers join."""
+    cluster: str = "cpu"
+    """Profile in configs/clusters, or a file: what plans take layers, memory and links to cost."""
+    costs: CostSource = "measured"
+    """Whether plans go by what the job's own steps took, once they did, or by the profile alone."""
 
     @property
     def world_size(self) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_elas.config import ControlTimeouts
 from megatron_elas.control.environment import WorkerEnvironment
-from megatron_elas.control.launch import Launch
+from megatron_elas.control.launch import CostSource, Launch
 from megatron_elas.control.messages import Welcome
 from megatron_elas.control.run_dir import JobFile
 from megatron_elas.control.starter_messages import StartWorker, Target
@@ -45,6 +45,9 @@ class LaunchOptions:
     dry_run: bool
     """Only say what would be started."""
     timeouts: ControlTimeouts
+    cluster: str
+    """See ``Launch``."""
+    costs: CostSource
 
     @property
     def launch(self) -> Launch:
@@ -54,6 +57,8 @@ class LaunchOptions:
             workers_per_node=self.workers_per_node,
             timeouts=self.timeouts,
             elastic=says_elastic(self.target.arguments),
+            cluster=self.cluster,
+            costs=self.costs,
         )
 
     @property

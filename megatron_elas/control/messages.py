@@ -15,8 +15,9 @@ from megatron_elas.spec.events import WorkerLost
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
+from megatron_elas.spec.shape import ModelShape, TrainingShape
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Larger messages end the connection. A plan of 100,000 workers is about 10 MiB."""
@@ -41,6 +42,9 @@ class Hello(Message, kw_only=True):
     address: str
     """Where peers reach its data plane, for example ``unix:/tmp/…/w3.sock`` or ``tcp:10.0.0.4:40123``."""
     job: JobSpec
+    shape: ModelShape | None = None
+    """Of the model; None: with flags that ``host.shape`` does not cover. Costs of its layers follow from it."""
+    training: TrainingShape | None = None
 
 
 class HelloAgain(Message, kw_only=True):

@@ -91,6 +91,15 @@ def describe_training(args: Any, added_flags: Collection[str]) -> TrainingShape:
     )
 
 
+def describe_run(args: Any) -> tuple[ModelShape, TrainingShape] | None:
+    """Of validated arguments alone; None with flags that the description does not cover."""
+    if find_uncovered(args):
+        return None
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    return describe_model(args, core_transformer_config_from_args(args)), describe_training(args, ())
+
+
 def layers_of_stages(args: Any, config: Any) -> tuple[int, ...]:
     """Transformer layers of every stage."""
     return tuple(_layers_of(config, stage) for stage in range(args.pipeline_model_parallel_size))

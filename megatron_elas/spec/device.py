@@ -118,8 +118,10 @@ class Device:
     """Bytes per second between device and host memory, one way."""
     layer_pass_s: float
     """Constant time of one pass (forward, input gradient or weight gradient) through one layer: launches, gaps."""
-    clock: ClockRange
-    power: PowerCurve
+    clock: ClockRange | None = None
+    """None: it cannot be set."""
+    power: PowerCurve | None = None
+    """None: not known."""
 
     def __post_init__(self) -> None:
         require_positive(self, "peak_flops", "memory_bytes", "memory_bandwidth", "host_bandwidth")
