@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from megatron_elas.planner.backups import place_backups
+from megatron_elas.planner.job_costs import JobCosts
 from megatron_elas.planner.regroup import regroup, seat_spares
 from megatron_elas.spec.errors import NoFeasiblePlan
 from megatron_elas.spec.job import JobSpec
@@ -15,18 +16,24 @@ from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.plan import ElasticPlan
 
 
-def initial_plan(job: JobSpec, domains: Mapping[int, str]) -> ElasticPlan:
+def initial_plan(job: JobSpec, domains: Mapping[int, str], costs: JobCosts | None = None) -> ElasticPlan:
     """The plan of epoch 0: Megatron's own grid.
 
     Args:
         job: What all workers said when they joined.
         domains: Failure domain of each worker.
+        costs: What the plan's step is predicted with; None: not at all.
     """
     return _plan(job, Placement.initial(job), job.launch_layers, 0, domains)
 
 
 def replan(
-    job: JobSpec, old: ElasticPlan, lost: Collection[int], epoch: int, domains: Mapping[int, str]
+    job: JobSpec,
+    old: ElasticPlan,
+    lost: Collection[int],
+    epoch: int,
+    domains: Mapping[int, str],
+    costs: JobCosts | None = None,
 ) -> ElasticPlan:
     """The plan without ``lost``: their cells dissolve, other cells of the stage take the micro-batches over.
 

@@ -40,6 +40,11 @@ class ElasticPlan:
     """``items[stage][cell]``: logical micro-batch numbers ``g = m * D + d``, ascending."""
     backups: tuple[tuple[int, int], ...]
     """Pairs (owner, backup) by ascending owner; of one owner's backups the nearest one first."""
+    warmups: tuple[int, ...] = ()
+    """``warmups[stage]``: forward passes of every cell of the stage before forward and backward take turns. Empty:
+    those of ``schedule.one_f_one_b.stock_warmup``."""
+    predicted_s: float | None = None
+    """Seconds that a step takes by the costs that the plan was made with; None: they were not known."""
 
     @property
     def num_items(self) -> int:
