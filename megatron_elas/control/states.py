@@ -22,6 +22,7 @@ from megatron_elas.control.launch import Launch
 from megatron_elas.control.messages import Crashed, FaultFired, Hello, Recover
 from megatron_elas.spec.events import ActivityFailed, LossReason, WorkerLost
 from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.job_profile import JobProfile
 from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
@@ -57,6 +58,14 @@ class Roster:
     def job(self) -> JobSpec | None:
         """What the workers said; they all said the same. None before the first joined."""
         return next(iter(self.hellos.values())).job if self.hellos else None
+
+    @property
+    def profile(self) -> JobProfile | None:
+        """What the workers said of their model; None where they cannot, or before the first joined."""
+        hello = next(iter(self.hellos.values()), None)
+        if hello is None or hello.shape is None or hello.training is None:
+            return None
+        return JobProfile(name="job", spec=hello.job, shape=hello.shape, training=hello.training)
 
     @property
     def survivors(self) -> tuple[int, ...]:
