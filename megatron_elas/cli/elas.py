@@ -1,174 +1,59 @@
-"""``elas``: looks at a running job, strikes it, checks the installation, and patches a checkout of Megatron-LM."""
+"""``elas``: looks after jobs. Each command is a module of this folder that is loaded when it is the one asked for.
+
+A command's module has ``add_arguments(parser)`` and ``run(flags)``, which gives the exit code.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
-import textwrap
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
+from megatron_elas.spec.errors import BadUsage, ElasticError
 
-from megatron_elas.cli import patch
-from megatron_elas.control.environment import TOKEN_VARIABLE
-from megatron_elas.control.messages import Answer, BadMessage, InjectRequest, StatusRequest, decode_answer, encode
-from megatron_elas.control.run_dir import JobFile, find_jobs
-from megatron_elas.control.wire import dial
-from megatron_elas.proof import NotAMember
-from megatron_elas.spec.errors import BadUsage, ElasticError, ExitCode
-from megatron_elas.spec.faults import GRAMMAR, parse_fault
-
-ANSWER_TIMEOUT_S = 10.0
-LONGEST_COMMAND = 60
-"""Characters of a job's command that are shown."""
+COMMANDS = {
+    "status": "where a job is",
+    "inject": "strike a worker of a running job",
+    "doctor": "check the installed Megatron against what is attached to it",
+    "patch": "let a checkout's own pretrain_gpt.py take --elastic",
+}
+"""What each command does. ``megatron_elas.cli.NAME`` is its module."""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong by raising BadUsage."""
+
     def error(self, message: str) -> NoReturn:
-        raise BadUsage(f"{message}; elas --help lists the commands")
+        """For argparse."""
+        raise BadUsage(f"{message}; {self.prog} --help says what it takes")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The commands."""
-    parser = _Parser(prog="elas", description="Looks after elastic training jobs.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for name, text in (("status", "where a job is"), ("inject", "strike a worker of a running job")):
-        command = commands.add_parser(name, help=text, allow_abbrev=False)
-        if name == "inject":
-            command.add_argument("fault", help=GRAMMAR)
-        which = command.add_mutually_exclusive_group()
-        which.add_argument("--job", metavar="RUN_ID", help="its run id, or how it begins; default: the only job here")
-        which.add_argument("--controller", metavar="ws://HOST:PORT", help="where its controller listens")
-    doctor = commands.add_parser(
-        "doctor", help="check the installed Megatron against what is attached to it", allow_abbrev=False
-    )
-    doctor.add_argument("path", nargs="?", metavar="PATH", help="a checkout of Megatron-LM, to be checked instead")
-    own_script = commands.add_parser("patch", help="let a checkout's own pretrain_gpt.py take --elastic")
-    actions = own_script.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=_Parser)
-    for name, text in patch.ACTIONS.items():
-        action = actions.add_parser(name, help=text, allow_abbrev=False)
-        action.add_argument("path", metavar="PATH", help="the top folder of a checkout of Megatron-LM")
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """All commands, with the arguments of the one that is named."""
+    parser = Parser(prog="elas", description="Looks after elastic training jobs.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    for name, text in COMMANDS.items():
+        own = commands.add_parser(name, help=text, description=f"{text.capitalize()}.", allow_abbrev=False)
+        if name == command:
+            module = importlib.import_module(f"megatron_elas.cli.{name}")
+            module.add_arguments(own)
+            own.set_defaults(run=module.run)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; gives the exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        flags = build_parser().parse_args(argv)
-        match flags.command:
-            case "doctor":
-                return diagnose(flags.path)
-            case "patch":
-                print(patch.run(flags.action, flags.path))
-                return ExitCode.FINISHED
-            case "inject":
-                request: InjectRequest | StatusRequest = InjectRequest(fault=str(parse_fault(flags.fault)))
-            case _:
-                request = StatusRequest()
-        address, token = find_controller(flags.controller, flags.job, os.environ.get(TOKEN_VARIABLE))
-        answer = ask(address, token, request)
+        flags, strange = build_parser(words[0] if words else None).parse_known_args(words)
+        if strange:
+            raise BadUsage(f"{' '.join(strange)} is not known; elas {flags.command} --help says what it takes")
+        return int(flags.run(flags))
     except ElasticError as error:
         print(f"elas: {error}", file=sys.stderr)
-        return error.exit_code
-    job = f"job {answer.run_id} at {address}:"
-    text = f"{job}\n{answer.text}" if isinstance(request, StatusRequest) else f"{job} {answer.text}"
-    print(text, file=sys.stdout if answer.ok else sys.stderr)
-    return ExitCode.FINISHED if answer.ok else ExitCode.BAD_USAGE
-
-
-def find_controller(address: str | None, run_id: str | None, token: str | None) -> tuple[str, str]:
-    """Address and token of a job.
-
-    Args:
-        address: Of its controller, if given.
-        run_id: The job's, or how it begins, if given.
-        token: What the environment says; for a controller that no job on this node belongs to.
-
-    Raises:
-        BadUsage: No job runs here, more than one could be meant, or the token of the one at ``address`` is not known.
-    """
-    jobs = find_jobs()
-    if address is None:
-        job = _choose_job(jobs, run_id)
-        return job.address, job.token
-    for job in jobs:
-        if job.address == address:
-            return address, job.token
-    if token is None:
-        raise BadUsage(f"the secret of the job at {address} is not known here: set {TOKEN_VARIABLE}")
-    return address, token
-
-
-def _choose_job(jobs: Sequence[JobFile], run_id: str | None) -> JobFile:
-    # Two nodes of one job may run on one machine: same name, secret and port.
-    distinct = list({(job.run_id, job.token, job.address.rpartition(":")[2]): job for job in jobs}.values())
-    if not distinct:
-        raise BadUsage(
-            "no job of yours runs on this node: wait until it has started, or name one with --controller ws://HOST:PORT"
-        )
-    meant = [job for job in distinct if job.run_id.startswith(run_id or "")]
-    exact = [job for job in meant if job.run_id == run_id]
-    match exact or meant:
-        case [job]:
-            return job
-        case []:
-            raise BadUsage(f"no job of yours on this node has a run id that begins with '{run_id}': {_list(distinct)}")
-        case several:
-            way = "--controller" if exact else "--job RUN_ID"
-            raise BadUsage(f"{len(several)} jobs of yours run on this node, name one with {way}: {_list(several)}")
-
-
-def _list(jobs: Sequence[JobFile]) -> str:
-    return "; ".join(
-        f"{job.run_id} at {job.address} since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(job.started_s))} "
-        f"({textwrap.shorten(' '.join(job.command), LONGEST_COMMAND, placeholder=' …')})"
-        for job in jobs
-    )
-
-
-def ask(address: str, token: str, request: InjectRequest | StatusRequest) -> Answer:
-    """One question, one answer.
-
-    Raises:
-        ElasticError: Nobody answers, or not to us.
-    """
-    try:
-        with dial(address, token) as connection:
-            connection.send(encode(request))
-            return decode_answer(connection.recv(timeout=ANSWER_TIMEOUT_S))
-    except InvalidURI as error:
-        raise BadUsage(f"--controller must be ws://HOST:PORT, got '{address}'") from error
-    except NotAMember as error:
-        raise ElasticError(
-            f"the controller at {address} does not share the secret that is known here: set {TOKEN_VARIABLE}"
-        ) from error
-    except (OSError, InvalidHandshake, ConnectionClosed, BadMessage) as error:
-        raise ElasticError(f"the controller at {address} does not answer: {error}") from error
-
-
-def diagnose(checkout: str | None) -> int:
-    """Compare a Megatron with what is attached to it; 6 when something moved.
-
-    Args:
-        checkout: Its top folder; the installed one when None.
-    """
-    if checkout is not None:
-        patch.read_version(Path(checkout).resolve())
-        sys.path.insert(0, str(Path(checkout).resolve()))
-    # Loaded here only: it imports torch and Megatron, which no other command needs.
-    seams = importlib.import_module("megatron_elas.host.seams")
-    findings = seams.check_all()
-    for finding in findings:
-        print(f"{finding.id}: {finding.problem}")
-    if findings:
-        return ExitCode.WRONG_VERSION
-    print("everything that is attached to Megatron is where it should be")
-    return ExitCode.FINISHED
+        return int(error.exit_code)
 
 
 if __name__ == "__main__":

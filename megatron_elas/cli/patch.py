@@ -6,6 +6,7 @@ is not as the patch expects it is left alone.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import enum
 import os
@@ -16,12 +17,20 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron_elas.spec.errors import BadUsage, WrongVersion
+from megatron_elas.spec.errors import BadUsage, ExitCode, WrongVersion
 
 VERSION_FILE = "megatron/core/package_info.py"
 _PACKAGE = Path(__file__).resolve().parent.parent
 _GIT_SETTINGS = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "LC_ALL": "C"}
 """Nobody's own git settings change how whitespace is applied."""
+
+
+ACTIONS = {
+    "apply": "put the patch in, if it is not",
+    "status": "say whether it is in",
+    "revert": "take it out again, if it is in",
+}
+"""What ``change`` can do."""
 
 
 class State(enum.StrEnum):
@@ -31,7 +40,21 @@ class State(enum.StrEnum):
     NOT_PATCHED = "unpatched"
 
 
-def run(action: str, path: str) -> str:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to do, and where."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text in ACTIONS.items():
+        action = actions.add_parser(name, help=text, allow_abbrev=False)
+        action.add_argument("path", metavar="PATH", help="the top folder of a checkout of Megatron-LM")
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Do it, and print what was done."""
+    print(change(flags.action, flags.path))
+    return ExitCode.FINISHED
+
+
+def change(action: str, path: str) -> str:
     """Do one of ``ACTIONS``.
 
     Args:
@@ -191,11 +214,3 @@ def _write_beside(path: Path, content: bytes) -> Path:
         beside.unlink()
         raise
     return beside
-
-
-ACTIONS = {
-    "apply": "put the patch in, if it is not",
-    "status": "say whether it is in",
-    "revert": "take it out again, if it is in",
-}
-"""What ``run`` can do."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_elas.cli import elas
+from megatron_elas.cli.running_jobs import find_controller
 from megatron_elas.control.run_dir import JobFile, make_run_dir, write_job_file
 from tests.cli.launcher import FAST, TOY, launched
 from tests.control.jobs import make_job
@@ -96,7 +97,7 @@ def test_a_run_id_that_begins_another_names_its_own_job_and_two_nodes_are_one_jo
         publish(one, "run", 1)
         publish(two, "run", 1)
         publish(three, "run2", 2)
-        assert elas.find_controller(None, "run", None) == ("ws://127.0.0.1:1", TOKEN)
+        assert find_controller(None, "run", None) == ("ws://127.0.0.1:1", TOKEN)
         publish(two, "run", 3)
         assert elas.main(["status", "--job", "run"]) == 2
         assert "2 jobs of yours run on this node, name one with --controller" in capsys.readouterr().err

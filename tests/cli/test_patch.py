@@ -45,7 +45,7 @@ def checkout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     (copy / patch.VERSION_FILE).parent.mkdir(parents=True)
     for name in (SCRIPT, patch.VERSION_FILE):
         shutil.copy(root / name, copy / name)
-    patch.run("revert", str(copy))
+    patch.change("revert", str(copy))
     return copy
 
 
@@ -141,7 +141,7 @@ def test_files_that_differ_where_the_patch_applies_are_left_alone(
 ) -> None:
     checkout = make_checkout(tmp_path / "mine")
     if patched:
-        patch.run("apply", str(checkout))
+        patch.change("apply", str(checkout))
     script = checkout / SCRIPT
     line = original_lines()[2]
     script.write_text(script.read_text().replace(line, line + "  # mine"))
