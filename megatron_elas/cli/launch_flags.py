@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="node 0 writes the job's exit code there, for schedulers that report another",
     )
-    add("cluster", metavar="NAME|FILE", help="profile that plans are made with, see configs/clusters; default: by device")
+    add("cluster", metavar="NAME|FILE", help="profile to plan with, see configs/clusters; default: by device")
     add(
         "costs",
         choices=["measured", "profile"],

@@ -68,9 +68,11 @@ class Route:
     def warmup(self) -> int:
         """Forward passes before forward and backward take turns.
 
-        Stages with different numbers of cells need other ones than the stock schedule has; the lazy parameter gather,
-        which all cells of a stage join before their first pass, deadlocked here with those.
+        The plan says how many: stages with different numbers of cells need other ones than the stock schedule has. With
+        those the lazy parameter gather, which all cells of a stage join before their first pass, deadlocked here.
         """
+        if self.plan.warmups:
+            return self.plan.warmups[self.seat.stage]
         return stock_warmup(self.seat.stage, [len(stage) for stage in self.plan.placement.stages])
 
 

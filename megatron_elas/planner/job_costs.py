@@ -1,4 +1,4 @@
-"""What a running job's plans are reckoned with: the costs of its layers, and the devices that its workers compute on."""
+"""What a running job's plans are reckoned with: what its layers cost, and the devices that its workers compute on."""
 
 from __future__ import annotations
 
