@@ -68,6 +68,7 @@ from megatron_elas.control.rejoining import catch_up_agent, catch_up_worker, fin
 from megatron_elas.control.states import Ended, Gathering, State
 from megatron_elas.control.tools import check_injection, describe
 from megatron_elas.control.wire import BACKLOG, OPEN_TIMEOUT_S, OPTIONS, PROTOCOL_VIOLATION, Gate, detect_dead_peers
+from megatron_elas.planner.job_costs import JobCosts
 from megatron_elas.planner.plan import initial_plan, replan
 from megatron_elas.proof import NotAMember
 from megatron_elas.spec.errors import ElasticError, ExitCode
@@ -83,14 +84,14 @@ NOT_OF_WORKERS = (
 """Messages that no worker sends, or not twice."""
 
 
-def make_plan(command: MakePlan) -> PlanMade | PlanRefused:
-    """Run the planner and take its time."""
+def make_plan(command: MakePlan, costs: JobCosts | None = None) -> PlanMade | PlanRefused:
+    """Run the planner and take its time. Without costs every layer counts the same."""
     began_s = time.perf_counter()
     try:
         if command.old is None:
-            plan = initial_plan(command.job, command.domains)
+            plan = initial_plan(command.job, command.domains, costs)
         else:
-            plan = replan(command.job, command.old, command.lost, command.epoch, command.domains)
+            plan = replan(command.job, command.old, command.lost, command.epoch, command.domains, costs)
     except ElasticError as error:
         return PlanRefused(epoch=command.epoch, exit_code=error.exit_code, sentence=str(error))
     return PlanMade(plan=plan, seconds=time.perf_counter() - began_s)
