@@ -16,6 +16,7 @@ from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 from megatron_elas.spec.shape import ModelShape, TrainingShape
+from megatron_elas.spec.step_report import StepReport
 
 PROTOCOL_VERSION = 5
 
@@ -71,6 +72,12 @@ class Heartbeat(Message, kw_only=True):
     step: int
     waiting: bool = False
     """Its main thread waits for another worker, or for the controller."""
+
+
+class Measured(Message, kw_only=True):
+    """How long the newest finished step of the worker took; at most one per heartbeat, and never repeated."""
+
+    report: StepReport
 
 
 class PeerUnreachable(Message, kw_only=True):
@@ -214,7 +221,7 @@ class Inject(Message, kw_only=True):
 
 
 class Noted(Message, kw_only=True):
-    """So many messages of this connection, not counting hellos and heartbeats, need not be sent again.
+    """So many messages of this connection, not counting hellos, heartbeats and measurements, need not be sent again.
 
     The controller has written them to its journal, or they changed nothing.
     """
@@ -372,6 +379,7 @@ FromClient = (
     Hello
     | HelloAgain
     | Heartbeat
+    | Measured
     | PeerUnreachable
     | Stalled
     | LeaveOut

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from megatron_elas.control.messages import Heartbeat, Hello, HelloAgain, Message
+from megatron_elas.control.messages import Heartbeat, Hello, HelloAgain, Measured, Message
 
-NOT_KEPT = Heartbeat | Hello | HelloAgain
+NOT_KEPT = Heartbeat | Hello | HelloAgain | Measured
 """What is never repeated as it was. Both ends count only the others."""
 
 

@@ -49,6 +49,7 @@ from megatron_elas.control.messages import (
     HelloAgain,
     Inject,
     InjectRequest,
+    Measured,
     Message,
     Noted,
     Recovered,
@@ -65,13 +66,15 @@ from megatron_elas.control.messages import (
 )
 from megatron_elas.control.outbox import NOT_KEPT
 from megatron_elas.control.rejoining import catch_up_agent, catch_up_worker, find_stranger
-from megatron_elas.control.states import Ended, Gathering, State
+from megatron_elas.control.states import Ended, Gathering, Resuming, Running, State
+from megatron_elas.control.step_meter import StepMeter
 from megatron_elas.control.tools import check_injection, describe
 from megatron_elas.control.wire import BACKLOG, OPEN_TIMEOUT_S, OPTIONS, PROTOCOL_VIOLATION, Gate, detect_dead_peers
 from megatron_elas.planner.job_costs import JobCosts
 from megatron_elas.planner.plan import initial_plan, replan
 from megatron_elas.proof import NotAMember
 from megatron_elas.spec.errors import ElasticError, ExitCode
+from megatron_elas.spec.step_report import StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +137,7 @@ class ControlService:
         timeouts = launch.timeouts
         self._health = Health(timeouts.heartbeat_timeout_s, timeouts.interpreter_timeout_s)
         self._agent_health = Health(timeouts.heartbeat_timeout_s)
+        self._meter = StepMeter()
         self._workers: dict[int, ServerConnection] = {}
         self._hung_up: dict[int, asyncio.Event] = {}
         self._agents: dict[int, ServerConnection] = {}
@@ -337,7 +341,16 @@ class ControlService:
         self._health.hear(worker, self.now())
         if isinstance(message, NOT_OF_WORKERS):
             raise BadMessage(f"worker {worker} cannot send {type(message).__name__}")
+        if isinstance(message, Measured):
+            self._measure(message.report)
+            return
         self.apply(message)
+
+    def _measure(self, report: StepReport) -> None:
+        """A worker says what a step took. No decision of the state machine depends on it."""
+        if isinstance(self._state, Running | Resuming):
+            self._meter.follow(self._state.plan)
+        self._meter.take(report)
 
     async def _converse_with_agent(self, connection: ServerConnection, hello: AgentHello) -> None:
         refusal = self._find_refusal(hello)
@@ -493,7 +506,7 @@ class ControlService:
 
 def _speaker(message: FromClient) -> int | None:
     """The worker a message says it is from; None for messages that are not of workers."""
-    if isinstance(message, Settled | Recovered):
+    if isinstance(message, Settled | Recovered | Measured):
         return message.report.worker
     worker = getattr(message, "worker", None)
     return worker if isinstance(worker, int) else None

@@ -1,5 +1,9 @@
 """What a step took on one worker: measured by the job, compared with its plan, and fed back into its costs.
 
+On a CPU times are of the wall clock, so on a machine that is shared they hold what others took of it. Of the step's
+time the passes, the waiting and the optimizer are parts; the rest is what the step does besides (reducing gradients,
+gathering parameters, copies for others) and waits for there.
+
 A job writes one JSON object per line, ``json.dumps(as_table(report))``; ``read_step_reports`` reads such a file.
 """
 
@@ -55,12 +59,22 @@ class StepReport:
     passes: tuple[PassTotal, ...] = ()
     optimizer_s: float | None = None
     """Of the optimizer's own computing; None when it was not measured."""
+    waited_s: float | None = None
+    """For inputs of passes, from other stages; None when it was not measured."""
+    stage: int | None = None
+    """The worker's; None when nobody noted it."""
+    first: bool = False
+    """The first step that the worker ran under its plan: it may compile, allocate, and wait for state that moves."""
+    again: bool = False
+    """The worker had begun this step, or a later one, before: it was cut, or the job went back to an older state."""
     clock: float = 1.0
     """That the device ran at; 1.0 is nominal."""
 
     def __post_init__(self) -> None:
         require_positive(self, "cells", "step_s", "clock")
-        require_not_negative(self, "first_layer")
+        require_not_negative(self, "worker", "epoch", "step", "first_layer")
+        if self.stage is not None:
+            require_not_negative(self, "stage")
         if self.last_layer < self.first_layer:
             raise BadUsage(f"layers [{self.first_layer}, {self.last_layer}) end before they begin")
 

@@ -23,6 +23,7 @@ from megatron_elas.planner.plan import initial_plan
 from megatron_elas.spec.events import LossReason, WorkerLost
 from megatron_elas.spec.plan import Settlement
 from megatron_elas.spec.report import RecoveryReport
+from megatron_elas.spec.step_report import PassTotal, StepReport
 from tests.control.jobs import make_hello, make_job, make_report
 
 JOB = make_job(pipeline=2, data=2, tensor=2)
@@ -33,6 +34,21 @@ EXAMPLES: list[Message] = [
     make_hello(3, JOB),
     messages.HelloAgain(hello=make_hello(3, JOB), epoch=2, plan_epoch=1, finished=False),
     messages.Heartbeat(worker=1, epoch=2, step=3),
+    messages.Measured(
+        report=StepReport(
+            worker=1,
+            epoch=2,
+            step=3,
+            first_layer=0,
+            last_layer=2,
+            cells=2,
+            step_s=0.5,
+            stage=0,
+            passes=(PassTotal(kind="forward", passes=2, samples=4, seconds=0.1),),
+            waited_s=0.0,
+            first=True,
+        )
+    ),
     messages.Stalled(worker=1, detail="x"),
     messages.PeerUnreachable(worker=1, epoch=2, peer=3, detail="x"),
     messages.Settled(report=make_report(1, 2, PLAN)),

@@ -1,0 +1,136 @@
+"""What the running job has measured of its steps: the newest reports, and how they compare with what the plan said.
+
+Pure: no clock and no file. Memory is bounded: the newest ``KEPT`` reports of every worker, and one line for each of
+the newest ``EPOCHS`` epochs.
+
+The first step of a worker under a plan (``StepReport.first``) is no measure of the steps after it: its report is
+completed like any other, and not kept.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from dataclasses import dataclass, replace
+
+from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.step_report import StepReport
+
+KEPT = 8
+"""Reports of every worker."""
+EPOCHS = 256
+"""Epochs that the summary goes back to."""
+ENOUGH = 2
+"""Reports of a stage that make it measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochTimes:
+    """The steps of one epoch, but for the first of every worker."""
+
+    epoch: int
+    reports: int
+    """That came, of all workers."""
+    measured_s: float | None
+    """Time of a step: the median over the newest reports of all workers; None before there is one."""
+    predicted_s: float | None
+    """What the plan said; None without a prediction."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted time."""
+        if self.measured_s is None or self.predicted_s is None:
+            return None
+        return self.measured_s / self.predicted_s
+
+
+class StepMeter:
+    """Of one job."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, deque[StepReport]] = defaultdict(lambda: deque(maxlen=KEPT))
+        """By worker, oldest first."""
+        self._past: deque[EpochTimes] = deque(maxlen=EPOCHS)
+        """Of epochs before the newest one."""
+        self._newest = EpochTimes(epoch=0, reports=0, measured_s=None, predicted_s=None)
+        """``measured_s`` is not up to date."""
+        self._plan: ElasticPlan | None = None
+
+    # ------------------------------------------------------------ what it is told
+
+    def follow(self, plan: ElasticPlan) -> None:
+        """This plan is in force. What it predicts is its epoch's forecast, until another one is set."""
+        if self._plan is not None and plan.epoch <= self._plan.epoch:
+            return
+        self._plan = plan
+        self._begin(plan.epoch)
+
+    def set_forecast(self, epoch: int, seconds: float | None) -> None:
+        """What a step of the epoch takes by the costs that are known now; None: nobody can say.
+
+        A forecast of an epoch that is over changes nothing.
+        """
+        self._begin(epoch)
+        if epoch == self._newest.epoch:
+            self._newest = replace(self._newest, predicted_s=seconds)
+
+    def take(self, report: StepReport) -> StepReport:
+        """Keep a report, unless its epoch is over. Gives it with what was predicted for its epoch."""
+        self._begin(report.epoch)
+        if report.epoch == self._newest.epoch and not report.first:
+            self._kept[report.worker].append(report)
+            self._newest = replace(self._newest, reports=self._newest.reports + 1)
+        return replace(report, predicted_s=self.predicted_s(report.epoch))
+
+    def _begin(self, epoch: int) -> None:
+        if epoch <= self._newest.epoch:
+            return
+        if self._newest.reports or self._newest.predicted_s is not None:
+            self._past.append(self._up_to_date())
+        self._newest = EpochTimes(epoch=epoch, reports=0, measured_s=None, predicted_s=None)
+
+    def _up_to_date(self) -> EpochTimes:
+        times = [report.step_s for report in self.reports(self._newest.epoch)]
+        return replace(self._newest, measured_s=statistics.median(times) if times else None)
+
+    # ------------------------------------------------------------ what it says
+
+    def reports(self, epoch: int | None = None) -> tuple[StepReport, ...]:
+        """The kept ones, of one epoch or of all, by worker and age: to fit costs to."""
+        return tuple(
+            report
+            for _, kept in sorted(self._kept.items())
+            for report in kept
+            if epoch is None or report.epoch == epoch
+        )
+
+    def is_measured(self, epoch: int) -> bool:
+        """Whether every stage of the epoch's plan has ``ENOUGH`` reports. Never before ``follow`` told that plan."""
+        if self._plan is None or self._plan.epoch != epoch:
+            return False
+        stage_of = {
+            worker: stage
+            for stage, cells in enumerate(self._plan.placement.stages)
+            for cell in cells
+            for worker in cell.workers
+        }
+        counts = [0] * self._plan.placement.num_stages
+        for report in self.reports(epoch):
+            if report.worker in stage_of:
+                counts[stage_of[report.worker]] += 1
+        return min(counts) >= ENOUGH
+
+    def measured_s(self, epoch: int) -> float | None:
+        """Time of a step now: the median over the newest report of every worker; None before there is one."""
+        newest = [kept[-1].step_s for kept in self._kept.values() if kept[-1].epoch == epoch]
+        return statistics.median(newest) if newest else None
+
+    def predicted_s(self, epoch: int) -> float | None:
+        """The epoch's forecast."""
+        return next((times.predicted_s for times in (self._newest, *self._past) if times.epoch == epoch), None)
+
+    def summary(self) -> tuple[EpochTimes, ...]:
+        """One line per epoch in which something was measured or predicted, oldest first."""
+        newest = self._up_to_date()
+        said = newest.reports or newest.predicted_s is not None
+        return (*self._past, newest) if said else tuple(self._past)
