@@ -65,9 +65,9 @@ from megatron_elas.control.messages import (
     encode,
 )
 from megatron_elas.control.outbox import NOT_KEPT
+from megatron_elas.control.outlook import Outlook
 from megatron_elas.control.rejoining import catch_up_agent, catch_up_worker, find_stranger
 from megatron_elas.control.states import Ended, Gathering, Resuming, Running, State
-from megatron_elas.control.step_meter import StepMeter
 from megatron_elas.control.tools import check_injection, describe
 from megatron_elas.control.wire import BACKLOG, OPEN_TIMEOUT_S, OPTIONS, PROTOCOL_VIOLATION, Gate, detect_dead_peers
 from megatron_elas.planner.job_costs import JobCosts
@@ -137,7 +137,7 @@ class ControlService:
         timeouts = launch.timeouts
         self._health = Health(timeouts.heartbeat_timeout_s, timeouts.interpreter_timeout_s)
         self._agent_health = Health(timeouts.heartbeat_timeout_s)
-        self._meter = StepMeter()
+        self._outlook = Outlook(launch)
         self._workers: dict[int, ServerConnection] = {}
         self._hung_up: dict[int, asyncio.Event] = {}
         self._agents: dict[int, ServerConnection] = {}
@@ -349,8 +349,14 @@ class ControlService:
     def _measure(self, report: StepReport) -> None:
         """A worker says what a step took. No decision of the state machine depends on it."""
         if isinstance(self._state, Running | Resuming):
-            self._meter.follow(self._state.plan)
-        self._meter.take(report)
+            self._outlook.follow(self._state.plan, self._state.roster.profile)
+        self._outlook.take(report)
+        if self._outlook.is_fit_due:
+            self._spawn(self._fit())
+
+    async def _fit(self) -> None:
+        with self._ending_on_bugs():
+            await self._outlook.fit()
 
     async def _converse_with_agent(self, connection: ServerConnection, hello: AgentHello) -> None:
         refusal = self._find_refusal(hello)
@@ -490,7 +496,8 @@ class ControlService:
 
     async def _run_planner(self, command: MakePlan) -> None:
         with self._ending_on_bugs():
-            answer = await asyncio.to_thread(make_plan, command)
+            costs = self._outlook.reckon(self._state.roster.profile)
+            answer = await asyncio.to_thread(make_plan, command, costs)
         self.apply(answer)
 
     @contextlib.contextmanager
