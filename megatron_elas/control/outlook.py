@@ -76,8 +76,9 @@ class Outlook:
         self._fitting, self._unread = True, 0
         try:
             reckoning = await asyncio.to_thread(self._costing.reckon, profile, reports)
-            is_first = self._newest is None and plan.epoch == 0 and reckoning.costs is not None
-            seconds = await asyncio.to_thread(predict_step_s, profile.spec, plan, reckoning.costs) if is_first else None
+            seconds = None
+            if self._newest is None and plan.epoch == 0 and reckoning.costs is not None:
+                seconds = await asyncio.to_thread(predict_step_s, profile.spec, plan, reckoning.costs)
         except (ElasticError, ArithmeticError) as error:
             self._tell(f"plans do not go by measured steps: {error}")
             return

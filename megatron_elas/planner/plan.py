@@ -8,8 +8,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from megatron_elas.planner.backups import place_backups
+from megatron_elas.planner.cost_model import stage_durations
 from megatron_elas.planner.job_costs import JobCosts
+from megatron_elas.planner.policies import EXACT_ITEMS
+from megatron_elas.planner.prediction import Predictor
 from megatron_elas.planner.regroup import regroup, seat_spares
+from megatron_elas.planner.search import stay
+from megatron_elas.planner.situation import Situation
+from megatron_elas.schedule.items import whole_micro_batches
+from megatron_elas.schedule.one_f_one_b import one_f_one_b_program
 from megatron_elas.spec.errors import NoFeasiblePlan
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Placement
@@ -84,3 +91,25 @@ def share_items(num_items: int, num_cells: int) -> tuple[tuple[int, ...], ...]:
     if num_items < num_cells:
         raise NoFeasiblePlan(f"{num_items} micro-batches cannot feed {num_cells} cells")
     return tuple(tuple(range(cell, num_items, num_cells)) for cell in range(num_cells))
+
+
+def predict_step_s(job: JobSpec, plan: ElasticPlan, costs: JobCosts) -> float:
+    """Seconds of a step under a plan that is in force, its micro-batches as they are dealt, with 1F1B.
+
+    Raises:
+        BadUsage: The costs are those of another model.
+    """
+    costs.check(job)
+    cuts = (*(start for start, _ in plan.layers), plan.layers[-1][1])
+    rows = tuple(tuple(cell.row for cell in cells) for cells in plan.placement.stages)
+    situation = Situation(
+        job=job, cost=costs.cost, cuts=cuts, rows=rows, memory_bytes=costs.memory_bytes, link=costs.link
+    )
+    candidate = stay(situation)
+    predictor = Predictor(situation, exact=False, staggered=False)
+    if plan.num_items * plan.placement.num_stages > EXACT_ITEMS:
+        return predictor.predict(candidate, 0).step_s
+    items = tuple(whole_micro_batches(own, job.micro_batch_size) for own in plan.items)
+    durations = stage_durations(costs.cost, cuts, items, link=costs.link)
+    program = one_f_one_b_program(items, plan.warmups or None)
+    return program.run(durations).step_s + max(predictor.tails(candidate))
