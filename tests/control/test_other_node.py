@@ -99,7 +99,8 @@ def make_options(port: int, target: Target) -> LaunchOptions:
     return LaunchOptions(
         nnodes=2, node_rank=1, workers_per_node=1, controller_host="127.0.0.1", controller_port=port,
         master_address="127.0.0.1", master_port=None, run_id="test", token=TOKEN, target=target, preload=None,
-        fresh=False, log_dir=None, exit_code_file=None, dry_run=False, timeouts=TIMEOUTS,
+        fresh=False, log_dir=None, exit_code_file=None, dry_run=False, cluster="cpu", costs="measured",
+        timeouts=TIMEOUTS,
     )  # fmt: skip
 
 

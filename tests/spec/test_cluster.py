@@ -11,7 +11,7 @@ from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.tables import configs_folder
 
 SIZES = {"npu-96": 96, "npu-100k": 100_000, "npu-1m": 1_000_000, "gpu-96": 96, "gpu-100k": 100_000}
-SIZES |= {"gpu-1m": 1_000_000, "a100-96": 96}
+SIZES |= {"gpu-1m": 1_000_000, "a100-96": 96, "cpu": 16}
 
 
 def test_every_profile_has_as_many_devices_as_its_name_says() -> None:

@@ -24,14 +24,16 @@ def test_the_three_devices_are_there() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_profile_loads_and_its_clocks_contain_the_nominal_one(name: str) -> None:
     device = load_device(name)
-    assert 1.0 in device.clock.settings()
+    if device.clock is not None:
+        assert 1.0 in device.clock.settings()
+    assert (device.clock is None) == (device.power is None) == (name == "cpu")
     assert device.usable_bytes < device.memory_bytes
 
 
 @pytest.mark.parametrize("path", sorted(configs_folder().glob("devices/*.toml")), ids=lambda path: path.stem)
 def test_every_number_of_a_device_says_where_it_comes_from(path: Path) -> None:
     numbers = [line for line in path.read_text().splitlines() if re.match(r"\w+ = [\d.]", line)]
-    assert len(numbers) == 17
+    assert len(numbers) == (7 if path.stem == "cpu" else 17)
     assert [line for line in numbers if not SOURCE.search(line)] == []
 
 
