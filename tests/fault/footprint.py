@@ -5,9 +5,12 @@ from __future__ import annotations
 import collections
 import os
 import threading
+import time
 from typing import Any
 
 import psutil
+
+from tests.fault.descriptors import LINK, find_new, list_descriptors
 
 FREE_CHANNELS = ("snapshots", "migration", "pipeline", "tied gradients")
 """That are no group's: a link to every other worker each, at most."""
@@ -20,13 +23,37 @@ COUNTED = (
 """Classes whose live objects are counted, by name."""
 
 
+LASTING_S = 5.0
+"""A descriptor that is there for so long after a step stays."""
+
+
+def take_lasting_footprint(attached: Any, before: dict[str, Any] | None) -> dict[str, Any]:
+    """As ``take_footprint``, when what other threads have open for a moment only is closed, or has become a link.
+
+    For example, when a step was finished in a recovery, links are dialled, and are accepted, for the state that moves
+    beside the next one. What stays is told, after ``LASTING_S``.
+
+    Args:
+        attached: Of this process.
+        before: What this gave after the step before.
+    """
+    deadline = time.monotonic() + LASTING_S
+    while True:
+        now = take_footprint(attached)
+        if before is None or not find_new(before["descriptors"], now["descriptors"]) or time.monotonic() > deadline:
+            return now
+        time.sleep(0.01)
+
+
 def take_footprint(attached: Any) -> dict[str, Any]:
     """Cheap: what the operating system and the transport count."""
     from torch.distributed import distributed_c10d as c10d
 
     transport = attached.communicator.transport
     process = psutil.Process()
-    channels: dict[int, int] = collections.Counter(channel for _, channel in transport._links)
+    links = transport._links.copy()
+    channels: dict[int, int] = collections.Counter(channel for _, channel in links)
+    descriptors = list_descriptors({link.sock.fileno(): _name_link(link) for link in links.values()})
     others = len(attached.session.plan.placement.workers) - 1
     used = {group.channel for group in attached.communicator.groups if group.size() > 1}
     return {
@@ -34,16 +61,21 @@ def take_footprint(attached: Any) -> dict[str, Any]:
         "epoch": attached.session.plan.epoch,
         "groups": len(attached.communicator.groups),
         "c10d": {name: len(getattr(c10d._world, name)) for name in ("pg_map", "pg_names", "pg_group_ranks")},
-        "links": len(transport._links),
+        "links": len(links),
         "links_by_channel": dict(channels),
         "others": others,
         "most_links": others * (len(used) + len(FREE_CHANNELS)),
-        "fds": process.num_fds(),
+        "fds": len(descriptors),
+        "descriptors": descriptors,
         "threads": threading.active_count(),
         "os_threads": process.num_threads(),
         "rss": process.memory_info().rss,
         "children": len(process.children()),
     }
+
+
+def _name_link(link: Any) -> str:
+    return f"{LINK}{link.peer} of channel {link.channel}"
 
 
 def count_objects(objects: list[Any]) -> dict[str, int]:

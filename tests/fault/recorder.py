@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_elas import pretrain_gpt
 from tests.fault import controller_killer, planting, sleeper, slow_moves, update_killer, verification_plants
-from tests.fault.footprint import ancestors, count_objects, count_tensor_bytes, take_footprint
+from tests.fault.footprint import ancestors, count_objects, count_tensor_bytes, take_lasting_footprint
 from tests.fault.stale import Scene, find_stale
 from tests.fault.traces import Tracer
 
@@ -79,16 +79,17 @@ def main() -> int:
 
     def record_walk(session: Any, step: int, body: Any) -> Any:
         outcome = run_step(session, step, body)
+        footprint = take_lasting_footprint(attachment(), footprints[-1] if footprints else None)
+        footprints.append({"step": step, **footprint})
         if traced:
-            tracer().tell_step(step, outcome, take_footprint(attachment()))
+            tracer().tell_step(step, outcome, footprint)
             return outcome
-        footprints.append({"step": step, **take_footprint(attachment())})
         # A worker whose step was finished in the recovery has run none under the new plan yet.
         ran = session._state.live == step + 1 and set(session._state.stores) == {session.plan.epoch}
         if session.plan.epoch not in walked and ran:
             walked.add(session.plan.epoch)
             sleeper.wake_up(session.worker, session.plan.epoch)
-            save(f"walk.{session.plan.epoch}", session.worker, walk(attachment(), step))
+            save(f"walk.{session.plan.epoch}", session.worker, walk(attachment(), step, footprint))
             if os.environ.get("ELAS_TEST_PLANTS") == str(session.worker):
                 if session.plan.epoch == 0:
                     planting.switch_straggler_detector_on(attachment())
@@ -178,9 +179,9 @@ def find_lasting(attached: Any) -> list[str]:
     return problems
 
 
-def walk(attached: Any, step: int) -> dict[str, Any]:
-    """What is stale after a committed step, and what the worker costs."""
-    footprint = take_footprint(attached)
+def walk(attached: Any, step: int, before: dict[str, Any]) -> dict[str, Any]:
+    """What is stale after a committed step, and what the worker costs; ``before``: its footprint until now."""
+    footprint = take_lasting_footprint(attached, before)
     problems = find_lasting(attached)
     objects = gc.get_objects()  # only now: the first walk imports what it looks at
     return footprint | {

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
-from collections.abc import Callable
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_elas.spec.errors import ExitCode
 from megatron_elas.spec.faults import RECOVERY_PHASES, FaultPhase
+from tests.fault import footprint
+from tests.fault.descriptors import LINK
 from tests.fault.runs import Run
 from tests.fault.scenarios import Scenario
 from tests.fault.settings import Outlook, Setting
@@ -22,8 +30,9 @@ from tests.fault.verdict import find_growth, judge
 SETTING = Setting(pipeline=1, data=2)
 STEPS = 4
 COST = {
-    "pid": 1, "epoch": 0, "groups": 9, "c10d": {}, "children": 0, "links_by_channel": {"0": 1}, "fds": 20, "threads": 5,
+    "pid": 1, "epoch": 0, "groups": 9, "c10d": {}, "children": 0, "links_by_channel": {"0": 1}, "fds": 2, "threads": 5,
     "os_threads": 6, "links": 1, "most_links": 4, "rss": 100 << 20,
+    "descriptors": {"3": "/dev/null", "4": f"{LINK}1 of channel 0"},
 }  # fmt: skip
 
 
@@ -130,12 +139,85 @@ def test_a_fault_that_did_not_strike_and_another_exit_code_are_problems(calm: Ru
     assert judge(run, calm, SETTING, faults=(), code=4).problems
 
 
-@pytest.mark.parametrize("what", ["fds", "threads", "os_threads", "groups", "children"])
+@pytest.mark.parametrize("what", ["threads", "os_threads", "groups", "children"])
 def test_whatever_grows_from_step_to_step_is_a_leak(what: str) -> None:
     grown = {**COST, what: COST[what] + 1}  # type: ignore[operator]
     assert find_growth(COST, COST, settled=True) == []
     assert find_growth(COST, grown, settled=True)
     assert find_growth(COST, grown, settled=False)
+
+
+def test_a_descriptor_more_is_told_with_what_it_is_unless_it_is_a_link() -> None:
+    grown = {**COST, "fds": 3, "descriptors": {**COST["descriptors"], "5": "socket:[77]"}}  # type: ignore[dict-item]
+    assert find_growth(COST, grown, settled=False) == ["descriptors that are no links 1 -> 2, new: 5 socket:[77]"]
+    linked = {**COST, "fds": 3, "links": 2, "descriptors": {**COST["descriptors"], "5": f"{LINK}2 of channel 0"}}  # type: ignore[dict-item]
+    assert find_growth(COST, linked, settled=False) == []
+    assert find_growth(COST, linked, settled=True)
+
+
+@pytest.fixture
+def attached() -> Iterator[Any]:
+    """As much of a worker as a footprint looks at; its link is one end of a real pair of sockets."""
+    ours, theirs = socket.socketpair()
+    transport = SimpleNamespace(_links={(1, 0): SimpleNamespace(sock=ours, peer=1, channel=0)})
+    plan = SimpleNamespace(epoch=0, placement=SimpleNamespace(workers=(0, 1)))
+    with ours, theirs:
+        yield SimpleNamespace(
+            communicator=SimpleNamespace(transport=transport, groups=[]), session=SimpleNamespace(plan=plan)
+        )
+
+
+def test_one_descriptor_that_each_recovery_leaves_open_is_told_each_time(
+    attached: Any, calm: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(footprint, "LASTING_S", 0.1)
+    costs = [footprint.take_lasting_footprint(attached, None)]
+    with contextlib.ExitStack() as leaks:
+        for what in (lambda: os.eventfd(0), lambda: os.open("/dev/null", os.O_RDONLY)):
+            leaks.callback(os.close, what())
+            costs.append(footprint.take_lasting_footprint(attached, costs[-1]))
+        ours, theirs = (leaks.enter_context(end) for end in socket.socketpair())
+        costs.append(footprint.take_lasting_footprint(attached, costs[-1]))
+    told = [text for before, now in itertools.pairwise(costs) for text in find_growth(before, now, settled=False)]
+    assert len(told) == 3, told
+    assert "eventfd" in told[0] and "/dev/null" in told[1] and "AF_UNIX" in told[2], told
+    assert ours.fileno() == theirs.fileno() == -1
+    epochs = iter([costs[0], costs[0], costs[1], costs[1]])  # as if worker 0 had them at its steps
+
+    def leak(record: dict[str, object]) -> dict[str, object]:
+        return {**record, "cost": {**COST, **next(epochs)}} if "cost" in record and record["worker"] == 0 else record
+
+    assert list(found(write_run(tmp_path / "run", leak), calm)) == ["leaks"]
+
+
+def test_what_another_thread_has_open_for_a_moment_is_no_leak(attached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    links, take = attached.communicator.transport._links, footprint.take_footprint
+    looked, noticed = threading.Event(), threading.Event()
+
+    def finish_dial() -> None:
+        looked.wait()
+        os.close(waker)
+        links[2, 0] = SimpleNamespace(sock=accepted, peer=2, channel=0)
+        noticed.wait()
+
+    def take_while_dialling(attached: Any) -> dict[str, Any]:
+        cost = take(attached)
+        looked.set()
+        return cost
+
+    thread = threading.Thread(target=finish_dial)
+    thread.start()
+    before = footprint.take_lasting_footprint(attached, None)
+    waker, accepted = os.eventfd(0), links[1, 0].sock.dup()
+    under_way = take(attached)
+    monkeypatch.setattr(footprint, "take_footprint", take_while_dialling)
+    with accepted:
+        now = footprint.take_lasting_footprint(attached, before)
+        noticed.set()
+        thread.join()
+    (told,) = find_growth(before, under_way, settled=False)
+    assert "eventfd" in told and "AF_UNIX" in told
+    assert find_growth(before, now, settled=False) == [] and now["links"] == 2
 
 
 # ---------------------------------------------------------------- the soak's draws

@@ -20,9 +20,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 
+from tests.fault.descriptors import Descriptors, find_new, others
 from tests.fault.runs import Run, assemble
 from tests.fault.settings import Setting
 from tests.fault.traces import Step, Trace, read_trace
@@ -255,15 +257,14 @@ def find_growth(before: Mapping[str, object], now: Mapping[str, object], *, sett
         for what in ("threads", "os_threads")
         if now[what] > before[what] and what not in same  # type: ignore[operator]
     ]
-    if (now_other := _other_fds(now)) > (other := _other_fds(before)):
-        grown.append(f"descriptors that are no links {other} -> {now_other}")
+    known, open_now = cast(Descriptors, before["descriptors"]), cast(Descriptors, now["descriptors"])
+    if (now_other := len(others(open_now))) > (other := len(others(known))):
+        grown.append(
+            f"descriptors that are no links {other} -> {now_other}, new: {', '.join(find_new(known, open_now))}"
+        )
     if now["links"] > now["most_links"]:  # type: ignore[operator]
         grown.append(f"{now['links']} links, at most {now['most_links']} are of use")
     return grown
-
-
-def _other_fds(cost: Mapping[str, object]) -> int:
-    return cost["fds"] - cost["links"]  # type: ignore[operator]
 
 
 def _find_memory_growth(steps: list[Step]) -> list[str]:
