@@ -105,8 +105,9 @@ class Worker:
         try:
             self._check_memory(args, start.plan)
             self.attachment, self.pretrain_arguments = join_megatron(
-                args, self.job, start.plan, self._transport, communicator, session, self._strike, log
-            )
+                args, self.job, start.plan, self._transport, communicator, session, self._strike, log,
+                self._link.measured,
+            )  # fmt: skip
         except ElasticError as error:
             self._port.failed(int(error.exit_code), str(error))
             raise
@@ -123,6 +124,7 @@ class Worker:
     def finish(self) -> None:
         """Leave after the end of training."""
         assert self._session is not None
+        self._link.tell_measured()
         unsaved = self.attachment.unsaved
         self._session.finish(None if unsaved is None else lambda: self._report_unsaved(unsaved))
         for fault in self._faults.pending:

@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
@@ -27,6 +28,7 @@ from megatron_elas.control.messages import (
     Hello,
     HelloAgain,
     Inject,
+    Measured,
     Message,
     Noted,
     Quiesce,
@@ -43,6 +45,7 @@ from megatron_elas.control.progress import ProgressWatch, look_at_main_thread
 from megatron_elas.control.wire import PROTOCOL_VIOLATION, dial
 from megatron_elas.proof import NotAMember
 from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged
+from megatron_elas.spec.step_report import StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +107,8 @@ class ControlLink:
         self._epoch = 0
         self._step = 0
         self._watch = ProgressWatch(progress_timeout_s, 2 * heartbeat_interval_s)
+        self._reports: deque[StepReport] = deque(maxlen=1)
+        """The newest one that was not told."""
         self._plan_epoch = -1
         self._finished = False
         self._outbox = Outbox()
@@ -139,6 +144,15 @@ class ControlLink:
         """A step begins on the main thread: what the next heartbeats say."""
         self._epoch, self._step = epoch, step
         self._watch.enter_step(step, time.monotonic())
+
+    def measured(self, report: StepReport) -> None:
+        """A step has been measured: goes with the next heartbeat, unless a newer one comes before."""
+        self._reports.append(report)
+
+    def tell_measured(self) -> None:
+        """What was measured last, if that was not told."""
+        with contextlib.suppress(IndexError):
+            self.send(Measured(report=self._reports.pop()))
 
     def mark(self) -> None:
         """The main thread makes progress."""
@@ -325,6 +339,7 @@ class ControlLink:
         while not self._closing.wait(self._heartbeat_interval_s) and self._gone is None:
             waiting, place = look_at_main_thread()
             self.send(Heartbeat(worker=self._worker, epoch=self._epoch, step=self._step, waiting=waiting))
+            self.tell_measured()
             self._look_for_progress(waiting, place)
 
     def _look_for_progress(self, waiting: bool, place: str) -> None:

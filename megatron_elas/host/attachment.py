@@ -12,6 +12,7 @@ from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.host.restage import ModelFactory
 from megatron_elas.host.sample_log import SampleLog
 from megatron_elas.host.schedule import PassCounter
+from megatron_elas.host.step_timer import StepTimer
 from megatron_elas.host.training import MegatronHost
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.ports import FaultPoint
@@ -34,6 +35,7 @@ class Attachment:
     route: Route
     pipeline: RoutedPipeline
     counter: PassCounter
+    timer: StepTimer
     strike: FaultPoint
     log: Log
     sample_log: SampleLog | None = None

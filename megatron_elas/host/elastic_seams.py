@@ -27,6 +27,8 @@ from megatron_elas.host.stage_layers import (
 )
 from megatron_elas.host.training_step import (
     wrap_backward_step,
+    wrap_finish_gather,
+    wrap_forward_step,
     wrap_schedule_lookup,
     wrap_straggler_exit,
     wrap_train_step,
@@ -78,11 +80,27 @@ ROWS = (
         wrap_schedule_lookup,
     ),
     wrap(
+        "elastic.forward-step",
+        "megatron.core.pipeline_parallel.schedules:forward_step",
+        "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, "
+        "cp_group_size, collect_non_loss_data=False, checkpoint_activations_microbatch=None, "
+        "is_first_microbatch=False, current_microbatch=None, vp_stage=None, is_last_stage=True)",
+        "takes the time of forward passes",
+        wrap_forward_step,
+    ),
+    wrap(
         "elastic.backward-step",
         "megatron.core.pipeline_parallel.schedules:backward_step",
         "(input_tensor, output_tensor, output_tensor_grad, config)",
-        "counts backward passes for fault scripts",
+        "counts backward passes for fault scripts and takes their time",
         wrap_backward_step,
+    ),
+    wrap(
+        "elastic.finish-gather",
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_param_sync",
+        "(self, skip_next_bucket_dispatch=False)",
+        "waiting for parameters is no part of the pass that needs them first",
+        wrap_finish_gather,
     ),
     wrap(
         "elastic.no-sync",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -17,12 +18,14 @@ from megatron_elas.host.log_handover import Log
 from megatron_elas.host.logging_seams import share_tensorboard
 from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.host.schedule import PassCounter
+from megatron_elas.host.step_timer import StepTimer
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.ports import FaultPoint
 from megatron_elas.runtime.session import Session
 from megatron_elas.runtime.transport.base import Transport
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.step_report import StepReport
 
 
 def join_megatron(
@@ -34,8 +37,11 @@ def join_megatron(
     session: Session,
     strike: FaultPoint,
     log: Log,
+    tell: Callable[[StepReport], None] = lambda report: None,
 ) -> tuple[Attachment, dict[str, Any]]:
     """Build all groups and attach to Megatron. Called once per worker, on all workers.
+
+    ``tell`` takes the times of every finished step.
 
     Returns:
         The attachment, and the keyword arguments for ``pretrain``.
@@ -58,6 +64,7 @@ def join_megatron(
     )
     keep_data_parallel_size_logical(job.data_parallel)
     route = Route(plan, session.worker)
+    timer = StepTimer(session.worker, job.micro_batch_size, tell)
     attached = Attachment(
         worker=session.worker,
         job=job,
@@ -66,8 +73,9 @@ def join_megatron(
         communicator=communicator,
         transport=transport,
         route=route,
-        pipeline=RoutedPipeline(core_transformer_config_from_args(args), route, transport),
+        pipeline=RoutedPipeline(core_transformer_config_from_args(args), route, transport, timer.waiting),
         counter=PassCounter(strike),
+        timer=timer,
         strike=strike,
         log=log,
     )

@@ -8,7 +8,8 @@ the micro-batch: stage ``s`` gets micro-batch ``g`` from the cell of stage ``s -
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -82,8 +83,23 @@ class RoutedPipeline:
     Sends are eager, so a worker that waits for an activation never keeps another from sending.
     """
 
-    def __init__(self, config: Any, route: Route, transport: Transport) -> None:
+    def __init__(
+        self,
+        config: Any,
+        route: Route,
+        transport: Transport,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Make it.
+
+        Args:
+            config: Megatron's, of the model.
+            route: Which micro-batches run where.
+            transport: Links to the others.
+            waiting: Entered while this worker waits for an activation or a gradient.
+        """
         self.config = config
+        self._waiting = waiting
         self._route = route
         self._transport = transport
         self.reset()
@@ -159,7 +175,8 @@ class RoutedPipeline:
     def _receive(self, tensor_shapes: Sequence[Shape], stage: int, item: int, backward: int) -> torch.Tensor:
         tensor = torch.empty(tuple(tensor_shapes[0]), dtype=self.config.pipeline_dtype)
         part = Part(self._route.host_of(stage, item), as_bytes(tensor))
-        self._transport.exchange(PIPELINE, _tag(item, backward), (), (part,))
+        with self._waiting():
+            self._transport.exchange(PIPELINE, _tag(item, backward), (), (part,))
         return tensor.requires_grad_()
 
     def _send(self, tensors: Any, stage: int, item: int, backward: int) -> None:

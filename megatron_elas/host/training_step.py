@@ -38,16 +38,21 @@ def wrap_train_step(original: Any) -> Any:
             attached.samples.clear()
             attached.norm = attached.zeros = None
             attached.counter.begin(step)
+            attached.timer.begin(attached.session.plan.epoch, step)
             outcome = original(
                 forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config,
                 forward_backward_func, iteration=step, **kwargs,
             )  # fmt: skip
             attached.counter.begin(-1)
             host.end_step()
+            attached.timer.end(attached.session.plan, step)
             # Whoever comes to tell the step's line knows its losses, whether it was on the last stage or not.
             return (outcome[0] or host.losses, *outcome[1:])
 
-        return attached.session.run_step(iteration, body)
+        attached.timer.enter()
+        outcome = attached.session.run_step(iteration, body)
+        attached.timer.leave(attached.session.plan.epoch)
+        return outcome
 
     return train_step
 
@@ -100,15 +105,38 @@ def wrap_schedule_lookup(original: Any) -> Any:
     return get_forward_backward_func
 
 
+def wrap_forward_step(original: Any) -> Any:
+    """``forward_step`` that takes its time."""
+
+    @functools.wraps(original)
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        with attachment().timer.pass_("forward"):
+            return original(*args, **kwargs)
+
+    return forward_step
+
+
 def wrap_backward_step(original: Any) -> Any:
-    """``backward_step`` that counts."""
+    """``backward_step`` that counts and takes its time."""
 
     @functools.wraps(original)
     def backward_step(*args: Any, **kwargs: Any) -> Any:
         attachment().counter.backward()
-        return original(*args, **kwargs)
+        with attachment().timer.pass_("backward"):
+            return original(*args, **kwargs)
 
     return backward_step
+
+
+def wrap_finish_gather(original: Any) -> Any:
+    """The wait for a bucket's parameters in the pass that needs them first, which is no part of the pass."""
+
+    @functools.wraps(original)
+    def finish_param_sync(*args: Any, **kwargs: Any) -> Any:
+        with attachment().timer.apart():
+            return original(*args, **kwargs)
+
+    return finish_param_sync
 
 
 def wrap_straggler_exit(original: Any) -> Any:

@@ -26,7 +26,8 @@ def wrap_chain_step(original: Any) -> Any:
         attached.host.share_losses(attached.losses)
         attached.session.exchange_gradients()
         _log_samples(attached)
-        outcome = original(self)
+        with attached.timer.optimizing():
+            outcome = original(self)
         success, norm, zeros = outcome
         if not success:
             attached.session.prepare(_update(attached, norm, zeros, applies=False))
@@ -50,7 +51,8 @@ def wrap_chain_norm(original: Any) -> Any:
         attached = attachment()
         if attached.counter.step >= 0:
             attached.strike(attached.counter.step, "norm", None)
-        attached.norm = original(self)
+        with attached.timer.apart():
+            attached.norm = original(self)
         return attached.norm
 
     return get_grad_norm
@@ -62,7 +64,8 @@ def wrap_chain_zeros(original: Any) -> Any:
     @functools.wraps(original)
     def count_zeros(self: Any) -> Any:
         attached = attachment()
-        attached.zeros = original(self)
+        with attached.timer.apart():
+            attached.zeros = original(self)
         return attached.zeros
 
     return count_zeros
@@ -77,7 +80,8 @@ def wrap_chain_update(original: Any) -> Any:
         if attached.counter.step >= 0:
             attached.strike(attached.counter.step, "optimizer", None)
             attached.session.prepare(_update(attached, attached.norm, attached.zeros, applies=True))
-        return original(self)
+        with attached.timer.apart():  # but for what the parts compute
+            return original(self)
 
     return step_with_ready_grads
 
@@ -93,7 +97,8 @@ def wrap_part_update(original: Any) -> Any:
         # A timer may begin with a barrier. Cut in one behind the update, this worker would make the update again.
         barriers, self.config.barrier_with_L1_time = self.config.barrier_with_L1_time, False
         try:
-            outcome = original(self)
+            with attached.timer.optimizing():
+                outcome = original(self)
         finally:
             self.config.barrier_with_L1_time = barriers
         attached.session.applied()

@@ -61,6 +61,8 @@ class StepReport:
     """Of the optimizer's own computing; None when it was not measured."""
     waited_s: float | None = None
     """For inputs of passes, from other stages; None when it was not measured."""
+    ended_s: float | None = None
+    """When the step ended, as ``time.time()`` on the worker's host; None when nobody noted it."""
     stage: int | None = None
     """The worker's; None when nobody noted it."""
     first: bool = False

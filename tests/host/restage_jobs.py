@@ -84,6 +84,10 @@ class SessionStandIn:
     def coming_activity(self) -> int:
         return self._activity
 
+    @property
+    def plan(self) -> ElasticPlan:
+        return self.attachment.route.plan
+
     def attach(self, host: Any, first_step: int) -> None:
         from megatron_elas.spec.catalogue import Catalogue, StageContents
 

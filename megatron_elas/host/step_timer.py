@@ -1,0 +1,163 @@
+"""Takes the time of a worker's passes, of its optimizer and of whole steps, for the planner.
+
+A pass is one micro-batch through this worker's layers: forward from when its input is here to its output (on the last
+stage, to its loss), backward from when the gradient of that output is here to the gradient of the input. Reading a
+micro-batch's samples, and what the workers of a cell say to each other in a pass, are parts of it. Waiting for other
+stages is not, nor is waiting for parameters that are gathered over the stage's cells.
+
+Of the optimizer its own computing counts: gradients to fp32, clipping, the update, masters to parameters. The norm, the
+exchange with backups and the gather do not.
+
+Times are of the wall clock and nothing is synchronised for them, so they hold for CPUs. An accelerator is given its
+work and does it later, and would have to be asked with events on its streams.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.step_report import PassTotal, StepReport
+
+
+@dataclass(slots=True)
+class _Total:
+    count: int = 0
+    seconds: float = 0.0
+
+
+class StepTimer:
+    """Of one worker; called on its main thread.
+
+    A training loop's step is ``enter``, one or several runs of a step (``begin`` to ``end``; a run that is cut short
+    has no end), and ``leave``, which tells the times of the last run. Passes outside of a run, such as an evaluation's,
+    are forgotten.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        micro_batch_size: int,
+        tell: Callable[[StepReport], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Nothing is under way.
+
+        Args:
+            worker: Its id.
+            micro_batch_size: Samples in every pass.
+            tell: Takes the report of every finished step.
+            clock: Gives seconds; never goes back.
+        """
+        self._worker = worker
+        self._samples = micro_batch_size
+        self._tell = tell
+        self._clock = clock
+        self._entered_s = 0.0
+        self._runs = 0
+        """Of steps, since ``enter``."""
+        self._report: StepReport | None = None
+        """Of the last run since ``enter``, if it was not cut short."""
+        self._began_s = 0.0
+        self._first = self._again = False
+        self._epoch: int | None = None
+        """Of the last run that was not cut short."""
+        self._newest = -1
+        """The highest step that has begun here."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._passes = {"forward": _Total(), "backward": _Total()}
+        self._waited = _Total()
+        self._optimized = _Total()
+        self._apart_s = 0.0
+
+    # ------------------------------------------------------------ the step
+
+    def enter(self) -> None:
+        """The training loop comes to a step."""
+        self._entered_s = self._clock()
+        self._runs = 0
+        self._report = None
+
+    def begin(self, epoch: int, step: int) -> None:
+        """A run of a step begins, under the plan of this epoch."""
+        self._reset()
+        self._report = None
+        self._first, self._again = epoch != self._epoch, step <= self._newest
+        self._newest = max(self._newest, step)
+        self._runs += 1
+        # Before any other run is the recovery that it came of, or another step.
+        self._began_s = self._clock() if self._runs > 1 or self._first else self._entered_s
+
+    def end(self, plan: ElasticPlan, step: int) -> None:
+        """That run has ended."""
+        self._epoch = plan.epoch
+        stage = plan.placement.seat(self._worker).stage
+        first_layer, last_layer = plan.layers[stage]
+        self._report = StepReport(
+            worker=self._worker,
+            epoch=plan.epoch,
+            step=step,
+            first_layer=first_layer,
+            last_layer=last_layer,
+            cells=len(plan.placement.stages[stage]),
+            step_s=self._clock() - self._began_s,
+            passes=tuple(
+                PassTotal(kind=kind, passes=total.count, samples=total.count * self._samples, seconds=total.seconds)
+                for kind, total in self._passes.items()
+                if total.count
+            ),
+            optimizer_s=self._optimized.seconds if self._optimized.count else None,
+            waited_s=self._waited.seconds,
+            ended_s=time.time(),
+            stage=stage,
+            first=self._first,
+            again=self._again,
+        )
+
+    def leave(self, epoch: int) -> None:
+        """The training loop goes on; the epoch is what it is now."""
+        report, self._report = self._report, None
+        if report is not None and report.epoch == epoch:  # else a recovery has come after the run
+            self._tell(report)
+
+    # ------------------------------------------------------------ its parts
+
+    @contextmanager
+    def pass_(self, kind: str) -> Iterator[None]:
+        """A forward or backward pass."""
+        with self._adding_to(self._passes[kind]):
+            yield
+
+    @contextmanager
+    def optimizing(self) -> Iterator[None]:
+        """The optimizer computes."""
+        with self._adding_to(self._optimized):
+            yield
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """For the input of a pass."""
+        with self._adding_to(self._waited):
+            yield
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What this takes is no part of the pass, or of the optimizer's computing, that it lies in."""
+        began_s, apart_s = self._clock(), self._apart_s
+        try:
+            yield
+        finally:
+            self._apart_s = apart_s + self._clock() - began_s
+
+    @contextmanager
+    def _adding_to(self, total: _Total) -> Iterator[None]:
+        """Not counted when it is cut short: neither is its step."""
+        began_s, apart_s = self._clock(), self._apart_s
+        yield
+        total.count += 1
+        total.seconds += self._clock() - began_s - (self._apart_s - apart_s)
