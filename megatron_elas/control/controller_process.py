@@ -35,6 +35,7 @@ from megatron_elas.control.messages import (
 from megatron_elas.control.parent_death import die_with_parent
 from megatron_elas.control.service import ControlService
 from megatron_elas.control.states import State
+from megatron_elas.control.step_log import StepLog
 from megatron_elas.spec.errors import ExitCode
 
 MAX_LINE_BYTES = 1 << 24
@@ -55,6 +56,7 @@ async def control(link: socket.socket, listener: socket.socket) -> None:
         say(JobEnded(exit_code=error.exit_code, sentence=str(error)))
         await writer.drain()
         return
+    steps = None if setup.steps is None else StepLog(Path(setup.steps))
     service = ControlService(
         launch=setup.launch,
         token=setup.token,
@@ -64,6 +66,7 @@ async def control(link: socket.socket, listener: socket.socket) -> None:
         log=lambda loss: say(_show_loss(loss)),
         journal=journal,
         earlier=earlier,
+        log_step=None if steps is None else steps.write,
     )
     if earlier is not None:
         service.go_on(max(0.0, time.time() - (setup.down_since_s or time.time())))
@@ -78,6 +81,8 @@ async def control(link: socket.socket, listener: socket.socket) -> None:
         say(JobEnded(exit_code=end.exit_code, sentence=end.sentence))
         await writer.drain()
         listening.cancel()
+    if steps is not None:
+        steps.close()
 
 
 def open_journal(setup: Setup) -> tuple[Journal | None, tuple[State, float] | None]:

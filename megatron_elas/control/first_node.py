@@ -23,6 +23,7 @@ from megatron_elas.control.launch_options import LaunchOptions, make_job_file, m
 from megatron_elas.control.messages import AgentHeartbeat, AgentHello, Setup, Show, Terminate, ToAgent, Welcome
 from megatron_elas.control.run_dir import make_run_dir, write_job_file
 from megatron_elas.control.signals import handling_signals
+from megatron_elas.control.step_log import STEPS_FILE
 from megatron_elas.control.wire import BACKLOG
 from megatron_elas.spec.errors import BadUsage
 
@@ -105,6 +106,7 @@ class FirstNode:
                 token=options.token,
                 welcome=self._welcome,
                 journal=str(run_dir / JOURNAL_FILE),
+                steps=None if options.log_dir is None else str(options.log_dir / STEPS_FILE),
                 down_since_s=None,
             ),
             # Sooner than the leases of other nodes end, unless they are very short.

@@ -321,6 +321,8 @@ class Setup(Message, kw_only=True):
     welcome: Welcome
     journal: str
     """Path; written by earlier controllers of the job, if there were any."""
+    steps: str | None = None
+    """Path of the file that measured steps are added to; None: nobody wants them."""
     down_since_s: float | None
     """``time.time()`` when the one before ended; None for the first one."""
 

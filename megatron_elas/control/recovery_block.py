@@ -7,8 +7,11 @@ fault (from its detection where nobody knows when it struck) to the end of the f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from megatron_elas.control.commands import ShowRecovery
 from megatron_elas.control.states import Outage
+from megatron_elas.control.step_meter import EpochTimes, format_time
 from megatron_elas.spec.events import WorkerLost
 from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.plan import ElasticPlan
@@ -16,6 +19,8 @@ from megatron_elas.spec.report import PHASES, RecoveryReport
 
 TENTHS_PER_S = 10_000
 """Times are printed in tenths of a millisecond."""
+RULE = "-" * 80
+"""The last line."""
 
 
 def phases_ms(outage: Outage, report: RecoveryReport, plan_s: float) -> dict[str, float]:
@@ -69,8 +74,38 @@ def format_block(outage: Outage, plan: ElasticPlan, reports: Sequence[RecoveryRe
             f"{lengths['total']:.1f} ms after {since}, {moved_bytes / 1e6:.1f} MB moved",
             *_format_table(lengths, slowest.worker),
             *_format_background(reports),
-            "-" * 80,
+            RULE,
         ]
+    )
+
+
+def add_step_times(recovery: ShowRecovery, summary: Sequence[EpochTimes]) -> ShowRecovery:
+    """The block with a line about what steps took and are expected to take now, where there is a prediction.
+
+    Args:
+        recovery: Of the newest epoch, or one before it.
+        summary: Of all epochs.
+    """
+    now = next((times.predicted_s for times in summary if times.epoch == recovery.epoch), None)
+    if now is None:
+        return recovery
+    before = max(
+        (times for times in summary if times.epoch < recovery.epoch and times.measured_s is not None),
+        key=lambda times: times.epoch,
+        default=None,
+    )
+    line = f"step     {format_time(now)} predicted"
+    if before is not None:
+        line += f", before {before.describe()}"
+    facts = {
+        "predicted": now,
+        "predicted_before": None if before is None else before.predicted_s,
+        "measured_before": None if before is None else before.measured_s,
+    }
+    return replace(
+        recovery,
+        text=f"{recovery.text.removesuffix(RULE)}{line}\n{RULE}",
+        facts={**recovery.facts, "step_s": facts},
     )
 
 

@@ -66,6 +66,7 @@ from megatron_elas.control.messages import (
 )
 from megatron_elas.control.outbox import NOT_KEPT
 from megatron_elas.control.outlook import Outlook
+from megatron_elas.control.recovery_block import add_step_times
 from megatron_elas.control.rejoining import catch_up_agent, catch_up_worker, find_stranger
 from megatron_elas.control.states import Ended, Gathering, Resuming, Running, State
 from megatron_elas.control.tools import check_injection, describe
@@ -114,6 +115,7 @@ class ControlService:
         log: Callable[[LogLoss], None],
         journal: Journal | None = None,
         earlier: tuple[State, float] | None = None,
+        log_step: Callable[[StepReport], None] | None = None,
     ) -> None:
         """Prepare; nothing runs yet.
 
@@ -126,6 +128,7 @@ class ControlService:
             log: Writes a loss down.
             journal: Where to write what changes the state.
             earlier: The state and the time that an earlier controller's journal leads to; then call ``go_on``.
+            log_step: Takes every step that a worker has measured, with what was predicted for it.
         """
         self._gate = Gate(token)
         self._welcome = welcome
@@ -138,6 +141,7 @@ class ControlService:
         self._health = Health(timeouts.heartbeat_timeout_s, timeouts.interpreter_timeout_s)
         self._agent_health = Health(timeouts.heartbeat_timeout_s)
         self._outlook = Outlook(launch)
+        self._log_step = log_step
         self._workers: dict[int, ServerConnection] = {}
         self._hung_up: dict[int, asyncio.Event] = {}
         self._agents: dict[int, ServerConnection] = {}
@@ -348,11 +352,16 @@ class ControlService:
 
     def _measure(self, report: StepReport) -> None:
         """A worker says what a step took. No decision of the state machine depends on it."""
-        if isinstance(self._state, Running | Resuming):
-            self._outlook.follow(self._state.plan, self._state.roster.profile)
-        self._outlook.take(report)
+        self._follow_plan()
+        completed = self._outlook.take(report)
+        if self._log_step is not None:
+            self._log_step(completed)
         if self._outlook.is_fit_due:
             self._spawn(self._fit())
+
+    def _follow_plan(self) -> None:
+        if isinstance(self._state, Running | Resuming):
+            self._outlook.follow(self._state.plan, self._state.roster.profile)
 
     async def _fit(self) -> None:
         with self._ending_on_bugs():
@@ -448,10 +457,20 @@ class ControlService:
                 await hung_up.wait()
         self.apply(message)
 
+    def _step_times(self) -> str:
+        """For people; empty when nothing is known, or no plan is in force."""
+        self._follow_plan()
+        return self._outlook.meter.now(self._state.plan.epoch).describe() if isinstance(self._state, Running | Resuming) else ""
+
     def _answer(self, request: InjectRequest | StatusRequest) -> Answer:
         if isinstance(request, StatusRequest):
             now = self.now()
-            text = describe(self._state, self._health.step_of, lambda worker: self._health.silence_of(worker, now))
+            text = describe(
+                self._state,
+                self._health.step_of,
+                lambda worker: self._health.silence_of(worker, now),
+                self._step_times(),
+            )
             return Answer(ok=True, text=text)
         fault = check_injection(self._state, request.fault, self._health.step_of)
         if isinstance(fault, Answer):
@@ -476,7 +495,8 @@ class ControlService:
             case MakePlan():
                 self._spawn(self._run_planner(command))
             case ShowRecovery():
-                self._show(command)
+                self._follow_plan()
+                self._show(add_step_times(command, self._outlook.meter.summary()))
             case LogLoss():
                 self._log(command)
             case Note(text=text, warning=warning):

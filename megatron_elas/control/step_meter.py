@@ -43,6 +43,22 @@ class EpochTimes:
             return None
         return self.measured_s / self.predicted_s
 
+    def describe(self) -> str:
+        """For people: ``412.0 ms measured, 398.0 ms predicted, ratio 1.04``; empty when nothing is known."""
+        parts = []
+        if self.measured_s is not None:
+            parts.append(f"{format_time(self.measured_s)} measured")
+        if self.predicted_s is not None:
+            parts.append(f"{format_time(self.predicted_s)} predicted")
+        if self.ratio is not None:
+            parts.append(f"ratio {self.ratio:.2f}")
+        return ", ".join(parts)
+
+
+def format_time(seconds: float) -> str:
+    """Of a step, for people."""
+    return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds * 1e3:.1f} ms"
+
 
 class StepMeter:
     """Of one job."""
@@ -64,6 +80,8 @@ class StepMeter:
             return
         self._plan = plan
         self._begin(plan.epoch)
+        if plan.predicted_s is not None:
+            self.set_forecast(plan.epoch, plan.predicted_s)
 
     def set_forecast(self, epoch: int, seconds: float | None) -> None:
         """What a step of the epoch takes by the costs that are known now; None: nobody can say.
@@ -120,10 +138,15 @@ class StepMeter:
                 counts[stage_of[report.worker]] += 1
         return min(counts) >= ENOUGH
 
-    def measured_s(self, epoch: int) -> float | None:
-        """Time of a step now: the median over the newest report of every worker; None before there is one."""
+    def now(self, epoch: int) -> EpochTimes:
+        """The epoch's steps as they are now: of every worker's reports only the newest one counts."""
         newest = [kept[-1].step_s for kept in self._kept.values() if kept[-1].epoch == epoch]
-        return statistics.median(newest) if newest else None
+        return EpochTimes(
+            epoch=epoch,
+            reports=len(newest),
+            measured_s=statistics.median(newest) if newest else None,
+            predicted_s=self.predicted_s(epoch),
+        )
 
     def predicted_s(self, epoch: int) -> float | None:
         """The epoch's forecast."""

@@ -26,11 +26,19 @@ def check_injection(state: State, text: str, step_of: Callable[[int], int | None
     return fault
 
 
-def describe(state: State, step_of: Callable[[int], int | None], silence_of: Callable[[int], float | None]) -> str:
-    """A few lines for people: where the job is, then one line per worker."""
+def describe(
+    state: State,
+    step_of: Callable[[int], int | None],
+    silence_of: Callable[[int], float | None],
+    step_times: str = "",
+) -> str:
+    """A few lines for people: where the job is, what a step takes if that is known, then one line per worker."""
     replaced = state.roster.copies_replaced
     copies = [f"copies of optimizer states that differed from their owners and were replaced: {replaced}"]
-    return "\n".join([_headline(state), *(copies if replaced else []), *_worker_lines(state, step_of, silence_of)])
+    times = [f"step time: {step_times}"] if step_times else []
+    return "\n".join(
+        [_headline(state), *times, *(copies if replaced else []), *_worker_lines(state, step_of, silence_of)]
+    )
 
 
 def _headline(state: State) -> str:

@@ -49,7 +49,7 @@ def test_a_first_step_is_completed_and_not_kept() -> None:
     meter = StepMeter()
     meter.set_forecast(0, 0.5)
     assert meter.take(report(0, 0, 9.0, first=True)).ratio == 18.0
-    assert meter.reports() == () and meter.measured_s(0) is None
+    assert meter.reports() == () and meter.now(0).measured_s is None
     assert meter.summary()[0].reports == 0
 
 
@@ -69,14 +69,37 @@ def test_an_epoch_is_measured_when_every_stage_of_its_plan_has_enough_reports() 
     assert not meter.is_measured(1)
 
 
+def test_what_a_plan_predicts_is_the_forecast_of_its_epoch_until_another_one_is_set() -> None:
+    meter = StepMeter()
+    plan = replace(PLAN, predicted_s=0.5)
+    meter.follow(plan)
+    assert meter.predicted_s(0) == 0.5
+    meter.set_forecast(0, 0.75)
+    meter.follow(plan)
+    assert meter.predicted_s(0) == 0.75
+    meter.follow(replace(plan, epoch=1))
+    assert (meter.predicted_s(0), meter.predicted_s(1)) == (0.75, 0.5)
+
+
 def test_the_step_time_now_is_the_median_over_the_workers_newest_reports() -> None:
     meter = StepMeter()
     for worker, times in enumerate([(9.0, 1.0), (9.0, 2.0), (9.0, 4.0)]):
         for step, step_s in enumerate(times):
             meter.take(report(worker, step, step_s))
-    assert meter.measured_s(0) == 2.0
+    assert (meter.now(0).reports, meter.now(0).measured_s) == (3, 2.0)
     meter.take(report(0, 2, 3.0, epoch=1))
-    assert meter.measured_s(1) == 3.0
+    assert meter.now(1).measured_s == 3.0
+
+
+def test_times_are_said_in_words_as_far_as_they_are_known() -> None:
+    meter = StepMeter()
+    assert meter.now(0).describe() == ""
+    meter.set_forecast(0, 0.04)
+    assert meter.now(0).describe() == "40.0 ms predicted"
+    meter.take(report(0, 1, 0.05))
+    assert meter.now(0).describe() == "50.0 ms measured, 40.0 ms predicted, ratio 1.25"
+    meter.take(report(0, 1, 31.5, epoch=1))
+    assert meter.now(1).describe() == "31.50 s measured"
 
 
 def test_the_summary_compares_every_epoch_with_its_forecast() -> None:
