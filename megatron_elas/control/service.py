@@ -460,7 +460,11 @@ class ControlService:
     def _step_times(self) -> str:
         """For people; empty when nothing is known, or no plan is in force."""
         self._follow_plan()
-        return self._outlook.meter.now(self._state.plan.epoch).describe() if isinstance(self._state, Running | Resuming) else ""
+        return (
+            self._outlook.meter.now(self._state.plan.epoch).describe()
+            if isinstance(self._state, Running | Resuming)
+            else ""
+        )
 
     def _answer(self, request: InjectRequest | StatusRequest) -> Answer:
         if isinstance(request, StatusRequest):
