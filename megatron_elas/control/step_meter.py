@@ -93,8 +93,9 @@ class StepMeter:
             self._newest = replace(self._newest, predicted_s=seconds)
 
     def take(self, report: StepReport) -> StepReport:
-        """Keep a report, unless its epoch is over. Gives it with what was predicted for its epoch."""
-        self._begin(report.epoch)
+        """Keep a report, if it is of the newest epoch. Gives it with what was predicted for its epoch."""
+        if self._plan is None or report.epoch <= self._plan.epoch:
+            self._begin(report.epoch)
         if report.epoch == self._newest.epoch and not report.first:
             self._kept[report.worker].append(report)
             self._newest = replace(self._newest, reports=self._newest.reports + 1)

@@ -20,6 +20,7 @@ from megatron_elas.control.service import ControlService
 from megatron_elas.control.states import State
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.step_report import StepReport
 from tests.control.jobs import TIMEOUTS, make_hello
 
 TOKEN = "secret"
@@ -37,6 +38,7 @@ class Served:
         self.orders: queue.Queue[ToAgent] = queue.Queue()
         self.shown: queue.Queue[ShowRecovery] = queue.Queue()
         self.logged: queue.Queue[LogLoss] = queue.Queue()
+        self.steps: queue.Queue[StepReport] = queue.Queue()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run on the service's thread."""
@@ -103,6 +105,7 @@ def serving(
         orders: queue.Queue[ToAgent] = queue.Queue()
         shown: queue.Queue[ShowRecovery] = queue.Queue()
         logged: queue.Queue[LogLoss] = queue.Queue()
+        steps: queue.Queue[StepReport] = queue.Queue()
         launch = Launch(nnodes=nnodes, workers_per_node=world_size // nnodes, timeouts=timeouts)
         service = ControlService(
             launch=launch,
@@ -111,11 +114,12 @@ def serving(
             local_agent=lambda order: None if isinstance(order, Welcome) else orders.put(order),
             show=shown.put,
             log=logged.put,
+            log_step=steps.put,
         )
         listener = socket.create_server(("127.0.0.1", 0))
         async with service.serve(listener):
             served = Served(service, asyncio.get_running_loop(), listener.getsockname()[1])
-            served.orders, served.shown, served.logged = orders, shown, logged
+            served.orders, served.shown, served.logged, served.steps = orders, shown, logged, steps
             if local_agent:
                 service.apply(AgentHello(node=0, host="here", workers=launch.workers_of(0)))
             ready.put(served)

@@ -7,8 +7,17 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_elas.control.recovery_block import facts_of, find_slowest, format_block, phases_ms
+from megatron_elas.control.commands import ShowRecovery
+from megatron_elas.control.recovery_block import (
+    RULE,
+    add_step_times,
+    facts_of,
+    find_slowest,
+    format_block,
+    phases_ms,
+)
 from megatron_elas.control.states import Outage
+from megatron_elas.control.step_meter import EpochTimes
 from megatron_elas.planner.plan import initial_plan, replan
 from megatron_elas.spec.events import ActivityFailed, LossReason, WorkerLost
 from megatron_elas.spec.report import PHASES, RecoveryReport
@@ -104,6 +113,38 @@ def test_the_block_says_who_why_where_and_what_now() -> None:
     header, numbers = text.splitlines()[-3:-1]
     assert header.split()[1:] == [*PHASES, "total"]
     assert numbers.split("(")[0].split() == ["2.0", "2.0", "5.0", "3.0", "0.5", "10.0", "0.5", "2.0", "60.0", "85.0"]
+
+
+def test_the_step_time_is_compared_with_that_before_where_there_is_a_forecast() -> None:
+    recovery = ShowRecovery(epoch=2, text=f"first\n{RULE}", phases_ms={}, facts={"resume_step": 5})
+    measured = EpochTimes(epoch=0, reports=8, measured_s=0.5, predicted_s=0.4)
+    unmeasured = EpochTimes(epoch=1, reports=0, measured_s=None, predicted_s=0.6)
+    unpredicted = EpochTimes(epoch=2, reports=1, measured_s=0.9, predicted_s=None)
+    now = replace(unpredicted, predicted_s=0.8)
+    assert add_step_times(recovery, ()) is recovery
+    assert add_step_times(recovery, (measured, unmeasured, unpredicted)) is recovery
+    block = add_step_times(recovery, (measured, unmeasured, now))
+    line = "step     800.0 ms predicted, before 500.0 ms measured, 400.0 ms predicted, ratio 1.25"
+    assert block.text == f"first\n{line}\n{RULE}"
+    assert block.facts == {
+        "resume_step": 5,
+        "step_s": {"predicted": 0.8, "predicted_before": 0.4, "measured_before": 0.5},
+    }
+    alone = add_step_times(recovery, (now,))
+    assert alone.text == f"first\nstep     800.0 ms predicted\n{RULE}"
+    assert alone.facts["step_s"] == {"predicted": 0.8, "predicted_before": None, "measured_before": None}
+
+
+def test_the_line_of_the_step_time_goes_before_the_last_one() -> None:
+    outage = Outage(began_in=OLD.placement, plans={0: OLD}, losses=(make_loss(),))
+    text = format_block(outage, NEW, [make_report()], plan_s=0.003)
+    recovery = ShowRecovery(epoch=1, text=text, phases_ms={}, facts={})
+    now = EpochTimes(epoch=1, reports=0, measured_s=None, predicted_s=0.25)
+    assert add_step_times(recovery, (now,)).text.splitlines() == [
+        *text.splitlines()[:-1],
+        "step     250.0 ms predicted",
+        text.splitlines()[-1],
+    ]
 
 
 def test_what_was_left_out_is_named_without_a_loss() -> None:

@@ -24,8 +24,10 @@ from megatron_elas.control.messages import (
     AgentHeartbeat,
     AgentHello,
     Answer,
+    FaultFired,
     Finished,
     Heard,
+    Heartbeat,
     InjectRequest,
     KillWorker,
     Message,
@@ -50,6 +52,7 @@ from megatron_elas.proof import NotAMember
 from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged, ExitCode
 from megatron_elas.spec.events import WorkerLost
 from megatron_elas.spec.report import RecoveryReport
+from megatron_elas.spec.step_report import StepReport
 from tests.control.jobs import TIMEOUTS, make_hello, make_job, make_report
 from tests.control.served import TOKEN, WAIT_S, WELCOME, Member, Served, joined, serving
 
@@ -252,6 +255,77 @@ def test_status_names_every_worker() -> None:
         assert lines[0].startswith("settling, epoch 1")
         assert lines[4] == "worker 3: lost (exited, killed by SIGKILL)"
         assert len(lines) == 5
+
+
+# ---------------------------------------------------------------- measured steps
+
+
+def make_step(worker: int, step: int, step_s: float = 0.5, epoch: int = 0) -> StepReport:
+    return StepReport(worker=worker, epoch=epoch, step=step, first_layer=0, last_layer=1, cells=2, step_s=step_s)
+
+
+def test_what_workers_measure_is_logged_and_told_by_status() -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        for member, step_s in zip(members, (0.4, 0.5, 0.5, 0.8), strict=True):
+            member.link.measured(make_step(member.worker, 3, step_s))
+        logged = [served.steps.get(timeout=WAIT_S) for _ in members]
+        assert sorted(report.worker for report in logged) == [0, 1, 2, 3]
+        assert {report.predicted_s for report in logged} == {served.call(lambda: served.service.state.plan.predicted_s)}
+        headline, times, *workers = ask(served, StatusRequest()).text.splitlines()
+        assert headline.startswith("running, epoch 0") and len(workers) == 4
+        assert times.startswith("step time: 500.0 ms measured")
+
+
+def test_only_the_newest_step_is_told_and_once() -> None:
+    with serving(4) as served, joined(served, JOB, heartbeat_s=0.3) as members:
+        link = members[1].link
+        for step in range(20):
+            link.measured(make_step(1, step))
+        assert served.steps.get(timeout=WAIT_S).step in (18, 19), "a heartbeat may have come in between"
+        link.measured(make_step(1, 30))
+        link.tell_measured()
+        link.tell_measured()
+        told = [served.steps.get(timeout=WAIT_S).step]
+        if told == [19]:
+            told = [served.steps.get(timeout=WAIT_S).step]
+        assert told == [30]
+        beats = served.record("_hear")
+        while not isinstance(beats.get(timeout=WAIT_S)[1], Heartbeat):
+            pass
+        assert served.steps.empty()
+
+
+def test_measured_steps_are_not_kept_for_another_controller_and_not_counted() -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        link = members[2].link
+        link.measured(make_step(2, 0))
+        link.tell_measured()
+        served.steps.get(timeout=WAIT_S)
+        assert link._outbox.empty
+        link.send(FaultFired(worker=2, fault="x", at_s=1.0))
+        with link._all_noted:
+            assert link._all_noted.wait_for(lambda: link._outbox.empty, WAIT_S)
+
+
+def test_a_recovery_block_tells_the_forecast_before_and_after() -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        plan = members[0].plan
+        members[0].link.measured(make_step(0, 3))
+        served.steps.get(timeout=WAIT_S)
+        served.call(served.service._outlook.meter.set_forecast, 0, 0.25)
+        served.apply(exited(3))
+        for member in members[:3]:
+            member.link.wait_quiesce(0, WAIT_S)
+            member.link.send(Settled(report=make_report(member.worker, 1, plan)))
+        for member in members[:3]:
+            member.link.wait_recover(1, WAIT_S)
+        served.call(served.service._outlook.meter.set_forecast, 1, 0.4)
+        for member in members[:3]:
+            member.link.send(Recovered(report=RecoveryReport(worker=member.worker, epoch=1, resume_step=5)))
+        shown = served.shown.get(timeout=WAIT_S)
+        line = "step     400.0 ms predicted, before 500.0 ms measured, 250.0 ms predicted, ratio 2.00"
+        assert shown.text.splitlines()[-2] == line
+        assert shown.facts["step_s"] == {"predicted": 0.4, "predicted_before": 0.25, "measured_before": 0.5}
 
 
 # ---------------------------------------------------------------- strangers

@@ -127,6 +127,14 @@ def test_what_comes_late_does_not_change_an_epoch_that_is_over(late: StepReport)
     assert {kept.step for kept in meter.reports()} == {1, 3}
 
 
+def test_an_epoch_begins_with_its_plan_whatever_a_worker_says() -> None:
+    meter = StepMeter()
+    meter.follow(PLAN)
+    meter.take(report(0, 1, epoch=7))
+    meter.take(report(0, 1))
+    assert [(kept.epoch, kept.step) for kept in meter.reports()] == [(0, 1)]
+
+
 def test_memory_is_bounded_however_long_the_job_runs() -> None:
     meter = StepMeter()
     for epoch in range(2 * EPOCHS):
