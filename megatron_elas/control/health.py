@@ -16,7 +16,7 @@ class Pulse:
     heard_s: float
     vouched_s: float = -math.inf
     """When its agent last saw it run."""
-    step: int = 0
+    step: int | None = None
     epoch: int = 0
     waiting: bool = False
     hung_up: bool = False
@@ -64,7 +64,7 @@ class Health:
         self._pulses.pop(worker, None)
 
     def step_of(self, worker: int) -> int | None:
-        """The step of its last heartbeat; None for a worker that is not watched."""
+        """The step that it said last; None before it said any, and for a worker that is not watched."""
         return self._pulses[worker].step if worker in self._pulses else None
 
     def silence_of(self, worker: int, now: float) -> float | None:

@@ -293,14 +293,16 @@ class ControlLink:
         """The first words on a new connection; False when it broke meanwhile."""
         with self._sending:
             again = HelloAgain(
-                hello=self._hello, epoch=self.latest_epoch, plan_epoch=self._plan_epoch, finished=self._finished
-            )
+                hello=self._hello, epoch=self.latest_epoch, plan_epoch=self._plan_epoch, finished=self._finished,
+                step=self._step,
+            )  # fmt: skip
             try:
                 for message in (again, *self._outbox.repeat()):
                     connection.send(encode(message))
             except ConnectionClosed:
                 return False
             self._connection, self._connected = connection, True
+            self._watch.tell_again()
             return True
 
     def _act(self, message: ToWorker) -> None:

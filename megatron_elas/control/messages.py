@@ -62,6 +62,8 @@ class HelloAgain(Message, kw_only=True):
     """Of the newest plan that it got; -1: none."""
     finished: bool
     """It has sent ``Finished``."""
+    step: int = 0
+    """As its heartbeats say."""
 
 
 class Heartbeat(Message, kw_only=True):

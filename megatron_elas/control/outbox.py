@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from megatron_elas.control.messages import Heartbeat, Hello, HelloAgain, Measured, Message
+from megatron_elas.control.messages import Heartbeat, Hello, HelloAgain, Measured, Message, Stalled
 
-NOT_KEPT = Heartbeat | Hello | HelloAgain | Measured
-"""What is never repeated as it was. Both ends count only the others."""
+NOT_KEPT = Heartbeat | Hello | HelloAgain | Measured | Stalled
+"""What is never repeated as it was: it may not be true any more. Both ends count only the others."""
 
 
 class Outbox:

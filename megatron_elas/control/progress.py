@@ -115,6 +115,10 @@ class ProgressWatch:
         self._told = True
         return self._stalled_s
 
+    def tell_again(self) -> None:
+        """Who was told may not have heard it: the next look tells, if it is still so."""
+        self._told = False
+
     def describe(self, stalled_s: float, place: str) -> str:
         """For people."""
         where = f"in step {self._step}" if self._began_s is not None else f"after step {self._step}"

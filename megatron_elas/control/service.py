@@ -313,7 +313,8 @@ class ControlService:
         worker = first.worker if isinstance(first, Hello) else first.hello.worker
         self._workers[worker] = connection
         hung_up = self._hung_up[worker] = asyncio.Event()
-        self._health.hear(worker, self.now())
+        epoch, step = (0, 0) if isinstance(first, Hello) else (first.epoch, first.step)
+        self._health.hear_progress(worker, epoch, step, self.now())
         if isinstance(first, Hello):
             self.apply(first)
         else:

@@ -70,7 +70,8 @@ def _worker_lines(
             hello = state.roster.hellos[worker]
             silence_s = silence_of(worker)
             heard = "" if silence_s is None else f", heard {silence_s:.1f} s ago"
-            text = f"step {step_of(worker) or 0}, pid {hello.pid} on {hello.host}{heard}"
+            at_step = step_of(worker)
+            text = f"step {'not heard yet' if at_step is None else at_step}, pid {hello.pid} on {hello.host}{heard}"
         else:
             text = "exited" if worker in state.roster.exited else "not joined"
         lines.append(f"worker {worker}: {text}")

@@ -22,6 +22,7 @@ class Checkpoints:
         self._folders: dict[int, str] = {}
         """By iteration."""
         self._save: str | None = args.save
+        self._whole = not args.no_save_optim
         if args.load is not None and args.iteration > 0 and not (args.finetune or args.no_load_optim):
             self._folders[int(args.iteration)] = args.load
 
@@ -33,7 +34,8 @@ class Checkpoints:
     def note(self, iteration: int) -> None:
         """All workers have written this one in ``--save``, and one of them is past the barrier behind that."""
         assert self._save is not None
-        self._folders[iteration] = self._save
+        if self._whole:
+            self._folders[iteration] = self._save
 
     def find(self, iteration: int) -> str:
         """The folder, as for ``--load``. Another worker may know of one that this one does not.

@@ -9,6 +9,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 
 from megatron_elas.control.health import LINK_GRACE_S
+from megatron_elas.control.link import ControlLink
 from megatron_elas.control.messages import (
     AgentHello,
     FaultFired,
@@ -17,6 +18,7 @@ from megatron_elas.control.messages import (
     KillWorker,
     Settled,
     Stalled,
+    StatusRequest,
     Stop,
     StopAll,
     WorkerExited,
@@ -24,6 +26,7 @@ from megatron_elas.control.messages import (
     decode_to_worker,
     encode,
 )
+from megatron_elas.control.progress import ProgressWatch
 from megatron_elas.control.states import Resuming, Running
 from megatron_elas.control.wire import dial
 from megatron_elas.spec.errors import ExitCode
@@ -111,6 +114,46 @@ def test_messages_that_were_noted_are_not_repeated() -> None:
             (event,) = applied.get()
             fired += [event.fault] if isinstance(event, FaultFired) else []
         assert fired == ["x", "y"]
+
+
+def test_a_stall_that_is_over_when_the_connection_is_back_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_elas.control.link.FIRST_PAUSE_S", 0.4)
+    with serving(4, timeouts=PATIENT) as served, joined(served, JOB) as members:
+        cut(served, 2)
+        wait_until(lambda: not members[2].link._connected)
+        members[2].link.send(Stalled(worker=2, detail="its main thread made no progress for 9.0 s"))
+        members[2].link.send(FaultFired(worker=2, fault="x", at_s=1.0))
+        wait_until(lambda: members[2].link._outbox.empty)
+        assert served.state.roster.faults[2].fault == "x"
+        assert isinstance(served.state, Running) and not served.state.roster.lost
+
+
+def test_a_stall_that_goes_on_when_the_connection_is_back_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_elas.control.link.FIRST_PAUSE_S", 1.0)
+    with serving(4, timeouts=PATIENT) as served, joined(served, JOB) as members:
+        link = members[2].link
+        cut(served, 2)
+        wait_until(lambda: not link._connected)
+        link._watch = ProgressWatch(0.02, 0.1)
+        link.progress(0, 5)  # and this thread does no more of it
+        wait_until(lambda: link._watch._told)
+        assert not link._connected, "nobody has heard it"
+        wait_until(lambda: set(served.state.roster.lost) == {2})
+        assert "in step 5, at " in served.state.roster.lost[2].detail
+
+
+def test_a_controller_knows_the_step_of_a_worker_that_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ControlLink, "_beat", lambda link: None)
+    with serving(4, timeouts=PATIENT) as served, joined(served, JOB) as members:
+
+        def status() -> str:
+            return served.call(lambda: served.service._answer(StatusRequest()).text)
+
+        members[1].link.progress(0, 7)
+        served.call(lambda: served.service._health.forget(1))  # as in a controller that was just started
+        assert "worker 0: step 0, " in status() and "worker 1: step not heard yet, " in status()
+        cut(served, 1)
+        wait_until(lambda: "worker 1: step 7, " in status())
 
 
 def test_a_lost_worker_that_comes_back_is_sent_away() -> None:

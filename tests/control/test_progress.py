@@ -133,6 +133,16 @@ def test_a_hang_that_ends_and_comes_again_is_found_again() -> None:
     assert len(worker.look(100)) == 1
 
 
+def test_a_hang_that_a_new_controller_has_not_heard_of_is_told_again_and_one_that_is_over_is_not() -> None:
+    worker = Worker().trained()
+    assert len(worker.look(100)) == 1
+    worker.watch.tell_again()
+    assert len(worker.look(1)) == 1 and worker.look(100) == []
+    worker.watch.mark()
+    worker.watch.tell_again()
+    assert worker.look(1) == []
+
+
 def test_what_is_said_names_step_place_and_limit() -> None:
     words = Worker().trained().watch.describe(12.3, "read (data.py:7)")
     assert "no progress for 12.3 s in step 2, at read (data.py:7) (limit 10.0 s, see --progress-timeout-s)" in words

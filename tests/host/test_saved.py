@@ -14,7 +14,14 @@ from megatron_elas.spec.errors import StateInvalid
 
 
 def arguments(**changes: object) -> SimpleNamespace:
-    before = {"save": None, "load": None, "iteration": 0, "finetune": False, "no_load_optim": False}
+    before = {
+        "save": None,
+        "load": None,
+        "iteration": 0,
+        "finetune": False,
+        "no_load_optim": False,
+        "no_save_optim": False,
+    }
     return SimpleNamespace(**(before | changes))
 
 
@@ -46,6 +53,15 @@ def test_one_that_was_loaded_without_its_optimizer_is_no_state_of_this_job(
     change: dict[str, object], tmp_path: Path
 ) -> None:
     assert Checkpoints(arguments(**({"load": str(tmp_path), "iteration": 4} | change))).newest is None
+
+
+def test_one_that_was_saved_without_its_optimizer_is_no_state_of_this_job(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "l", 4)
+    checkpoints = Checkpoints(
+        arguments(save=str(tmp_path / "s"), load=str(tmp_path / "l"), iteration=4, no_save_optim=True)
+    )
+    checkpoints.note(8)
+    assert checkpoints.newest == 4
 
 
 def test_another_worker_may_know_of_a_newer_one(tmp_path: Path) -> None:
