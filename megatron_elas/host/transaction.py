@@ -109,9 +109,5 @@ def wrap_part_update(original: Any) -> Any:
 
 
 def _update(attached: Attachment, norm: Any, zeros: Any, *, applies: bool) -> Update:
-    return Update(
-        step=attached.counter.step,
-        norm=None if norm is None else float(norm),
-        zeros=None if zeros is None else float(zeros),
-        applies=applies,
-    )
+    zeros = None if zeros is None else float(zeros)
+    return Update.of(attached.counter.step, None if norm is None else float(norm), zeros, applies=applies)

@@ -51,9 +51,20 @@ class Update:
     """What turns the reduced gradients of a step into the next version, beside them; the same on all workers."""
 
     step: int
-    norm: float | None
-    """Of all gradients, before clipping. None when the framework computes none."""
+    norm_hex: str | None
+    """``norm``, as ``float.hex`` writes it: JSON has no number for infinity and NaN, which the norm may be where the
+    framework does not check it, and a NaN would not be equal to itself."""
     zeros: float | None = None
     """How many elements of the gradients are zero, where that is counted."""
     applies: bool = True
     """False: the framework leaves the update out (too large a norm), and the state stays as it is."""
+
+    @staticmethod
+    def of(step: int, norm: float | None, zeros: float | None = None, *, applies: bool = True) -> Update:
+        """With the norm as a number."""
+        return Update(step=step, norm_hex=None if norm is None else float(norm).hex(), zeros=zeros, applies=applies)
+
+    @property
+    def norm(self) -> float | None:
+        """Of all gradients, before clipping. None when the framework computes none."""
+        return None if self.norm_hex is None else float.fromhex(self.norm_hex)

@@ -514,7 +514,7 @@ class World:
         assert step is not None
         if not self.have_posted("norm", step, worker.epoch, seated_in(worker.plan)):
             return None
-        store = changed(worker.store, update=Update(step=step, norm=float(worker.epoch)))
+        store = changed(worker.store, update=Update.of(step, norm=float(worker.epoch)))
         worker = _enter(_enter(worker, StepPhase.PREPARED), StepPhase.APPLY)
         assert worker.live is not None
         if self.rules.mode is Mode.COPY:

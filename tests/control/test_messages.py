@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,14 +22,17 @@ from megatron_elas.control.messages import (
     encode,
 )
 from megatron_elas.planner.plan import initial_plan
+from megatron_elas.planner.settle import settle
 from megatron_elas.spec.events import LossReason, WorkerLost
 from megatron_elas.spec.plan import Settlement
 from megatron_elas.spec.report import RecoveryReport
 from megatron_elas.spec.step_report import PassTotal, StepReport
+from megatron_elas.spec.transaction import Update
 from tests.control.jobs import make_hello, make_job, make_report
 
 JOB = make_job(pipeline=2, data=2, tensor=2)
 PLAN = initial_plan(JOB, {worker: "d" for worker in range(8)})
+PLAN_OF_ONE = initial_plan(make_job(pipeline=1, data=1), {0: "d"})
 LOSS = WorkerLost(worker=1, reason=LossReason.SILENT, detail="x", at_s=1.5, fault_s=0.5)
 
 EXAMPLES: list[Message] = [
@@ -113,6 +118,21 @@ def test_a_message_is_read_back_by_those_it_is_for_and_by_nobody_else(message: M
 def test_any_bytes_are_refused_with_a_sentence(noise: bytes | str) -> None:
     with pytest.raises(BadMessage, match=f"not a message of protocol version {messages.PROTOCOL_VERSION}:"):
         decode_from_client(noise)
+
+
+@pytest.mark.parametrize("norm", [1.1, 5e-324, float("inf"), float("nan"), 0.0, None])
+def test_any_gradient_norm_comes_back_in_the_settlement_bit_for_bit(norm: float | None) -> None:
+    report = make_report(0, 1, PLAN_OF_ONE)
+    told = replace(report.holdings[0], update=Update.of(4, norm))
+    settled = decode_from_client(encode(messages.Settled(report=replace(report, holdings=(told,)))))
+    assert isinstance(settled, messages.Settled)
+    settlement = settle([settled.report], {0: PLAN_OF_ONE})
+    order = messages.Recover(plan=PLAN_OF_ONE, settlement=settlement, base=None, addresses={}, plan_s=0.0)
+    heard = decode_to_worker(encode(order))
+    assert heard == order and isinstance(heard, messages.Recover)
+    assert heard.settlement.commit is not None
+    got = heard.settlement.commit.norm
+    assert repr(got) == repr(norm)
 
 
 def test_values_that_make_no_sense_are_refused_with_the_field() -> None:

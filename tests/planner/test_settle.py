@@ -97,7 +97,7 @@ def test_survivors_without_a_common_version_cannot_go_on() -> None:
 
 
 def norm(step: int) -> Update:
-    return Update(step=step, norm=1.5)
+    return Update.of(step, norm=1.5)
 
 
 def position(

@@ -318,8 +318,8 @@ class ToyWorker:
         norms = self.communicator.all_gather_rows((self.id, step))
         assert {row[1] for row in norms} == {step}, f"workers are in steps {norms}"
         self.strike(step, "optimizer", None)
-        self.session.prepare(Update(step=step, norm=float(step)))
-        self.apply_update(self.gradient, Update(step=step, norm=float(step)))
+        self.session.prepare(Update.of(step, norm=float(step)))
+        self.apply_update(self.gradient, Update.of(step, norm=float(step)))
         self.session.applied()
         self.gathered = False
         self.strike(step, "gather", None)

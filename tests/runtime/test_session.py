@@ -150,7 +150,7 @@ def test_a_step_commits_when_one_survivor_knows_the_norm_and_the_others_do_not(t
         job.run(steps=STEPS, between=ToyWorker.log)
         check_end(job, STEPS)
         order = job.orders[1].settlement
-        assert order.resume_step == 4 and order.commit == Update(step=3, norm=3.0)
+        assert order.resume_step == 4 and order.commit == Update.of(3, norm=3.0)
         phases = {worker: report.phase for worker, report in job.reports[1].items()}
         assert phases == {0: StepPhase.SYNC, 1: StepPhase.REDUCE, 2: StepPhase.REDUCE}
         for worker in job.survivors:
@@ -181,7 +181,7 @@ def test_a_decision_to_commit_is_kept_when_the_only_one_who_knew_the_norm_is_los
         job.run(steps=STEPS)
         check_end(job, STEPS)
         assert job.lost == {0, 2}
-        assert job.orders[2].settlement.commit == Update(step=3, norm=3.0)
+        assert job.orders[2].settlement.commit == Update.of(3, norm=3.0)
         assert all(job.workers[worker].steps_run == list(range(STEPS)) for worker in job.survivors)
 
 
