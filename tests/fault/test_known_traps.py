@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,20 @@ def test_a_worker_killed_inside_its_update_has_nobody_make_it_twice(worker: int,
     assert (run.folder / "killed_in_update").exists(), run.output[-6000:]
     assert "resumed  step 6 on 3 of 4 workers" in run.output, "the step was not finished"
     assert_same_training(run, calm)
+
+
+@pytest.mark.slow
+def test_a_step_whose_gradient_norm_is_not_a_number_is_finished_by_the_survivors(tmp_path: Path) -> None:
+    # Unchecked, Megatron clips by the norm, NaN or not, and trains on.
+    flags = (*OVERLAP, "--no-check-for-nan-in-loss-and-grad", "--lr=1e30", "--min-lr=1e29")
+    fault = "kill:worker=1@step=3,phase=optimizer"
+    calm = run_job(tmp_path / "calm", flags, workers=4, steps=6)
+    run = run_job(tmp_path / "run", flags, workers=4, steps=6, faults=[fault])
+    assert run.fired == [fault] and run.code == calm.code == 0, run.output[-6000:]
+    assert "resumed  step 4 on 3 of 4 workers" in run.output, "the step was not finished"
+    for job in (run, calm):
+        norms = re.findall(r"iteration +(\d+)/.*? grad norm: (\S+)", job.output)
+        assert [number for number, _ in norms] == list("123456") and norms[3] == ("4", "nan"), norms
 
 
 def test_a_narrow_stage_feeds_a_wider_one_whose_gathers_are_overlapped(tmp_path: Path) -> None:
