@@ -79,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("master-port", metavar="PORT", help="MASTER_PORT of the workers; default: a free one")
     add("controller-port", metavar="PORT", help=f"default: that of --rdzv-endpoint; {DEFAULT_PORT} on several nodes")
     add("token-file", metavar="FILE", help=f"secret of the job, the same on all nodes; or set {TOKEN_VARIABLE}")
-    add("log-dir", metavar="DIR", help="write each worker's output to DIR/workerN.log")
+    add("log-dir", metavar="DIR", help="write each worker's output to DIR/workerN.log, events and steps beside it")
     add("start-method", choices=["auto", "fork", "spawn"], default="auto", help="auto forks where no accelerator is")
     add("preload", metavar="MODULE:FUNCTION", help="called once, before workers are forked; none switches it off")
     add(
