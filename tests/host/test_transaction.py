@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_elas.host import transaction
+from megatron_elas.host.step_timer import StepTimer
 from megatron_elas.host.transaction import wrap_part_update
 
 
@@ -15,6 +16,7 @@ def attach(monkeypatch: pytest.MonkeyPatch, step: int, told: list[str]) -> None:
     """Be in this step; what the session and fault scripts hear is written to ``told``."""
     attached = SimpleNamespace(
         counter=SimpleNamespace(step=step),
+        timer=StepTimer(0, 1, lambda report: None),
         session=SimpleNamespace(applied=lambda: told.append("applied")),
         strike=lambda step, phase, microbatch: told.append(phase),
     )
