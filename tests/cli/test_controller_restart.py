@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from megatron_elas.control.step_log import STEPS_FILE
+from megatron_elas.spec.step_report import read_step_reports
 from tests.cli.launcher import FAST, TOY, Job, Outcome, launched, wait_gone, wait_until, write_script
 
 pytestmark = pytest.mark.process
@@ -39,6 +41,15 @@ def steps_of(diary: Path) -> list[list[tuple[int, int]]]:
     ]
 
 
+def steps_told(folder: Path) -> dict[int, list[tuple[int, int]]]:
+    """(epoch, step) of every step that each worker has told, as the controller has written them down."""
+    told: dict[int, list[tuple[int, int]]] = {}
+    if (folder / STEPS_FILE).exists():
+        for report in read_step_reports(folder / STEPS_FILE):
+            told.setdefault(report.worker, []).append((report.epoch, report.step))
+    return told
+
+
 def assert_recovered_once(outcome: Outcome, num_survivors: int) -> None:
     assert outcome.code == 0, outcome
     assert outcome.out.count("---- recovered: epoch 1 ") == 1 and "recovered: epoch 2" not in outcome.out
@@ -54,9 +65,12 @@ def test_a_controller_that_is_killed_in_steady_state_is_replaced_and_a_later_los
         "--nproc-per-node=4", f"--log-dir={tmp_path}", *PATIENT, TOY, "2", "2", "1", environ={"TOY_DIARY": str(diary)}
     ) as job:
         wait_until(lambda: (len(list(diary.iterdir())) == 4 and all(len(page) > 3 for page in steps_of(diary))) or None)
+        wait_until(lambda: len(steps_told(tmp_path)) == 4 or None)
         kill_controller(job)
+        told = steps_told(tmp_path)
         before = [len(page) for page in steps_of(diary)]
         wait_until(lambda: all(len(p) > n + 3 for p, n in zip(steps_of(diary), before, strict=True)) or None)
+        wait_until(lambda: all(len(steps) > len(told[w]) + 1 for w, steps in steps_told(tmp_path).items()) or None)
         processes = job.descendants()
         job.workers()[3].kill()
         outcome = job.finish()
@@ -66,6 +80,8 @@ def test_a_controller_that_is_killed_in_steady_state_is_replaced_and_a_later_los
     for page in steps_of(diary):
         assert [epoch for epoch, _ in page] == sorted(epoch for epoch, _ in page)
         assert max(epoch for epoch, _ in page) <= 1, "the restart itself ended no epoch"
+    for steps in steps_told(tmp_path).values():
+        assert steps == sorted(set(steps)), "the next controller has gone on with the file"
 
 
 @pytest.mark.parametrize(

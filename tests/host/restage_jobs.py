@@ -84,10 +84,6 @@ class SessionStandIn:
     def coming_activity(self) -> int:
         return self._activity
 
-    @property
-    def plan(self) -> ElasticPlan:
-        return self.attachment.route.plan
-
     def attach(self, host: Any, first_step: int) -> None:
         from megatron_elas.spec.catalogue import Catalogue, StageContents
 
@@ -110,6 +106,7 @@ class SessionStandIn:
         self._activity += 1
         if step in self._plans:
             self.change(self._plans[step])
+        self.plan = self.attachment.route.plan
         outcome = body(step)
         self.next_step = step + 1
         seat = self.attachment.route.seat

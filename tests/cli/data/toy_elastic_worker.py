@@ -25,6 +25,7 @@ from megatron_elas.spec.faults import FaultPhase, parse_fault
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.report import Holding, RecoveryReport, SettleReport
+from megatron_elas.spec.step_report import StepReport
 from megatron_elas.testing.faults import FaultInjector
 
 STEP_S = 0.01
@@ -92,8 +93,23 @@ class Toy:
                 self.link.send(Recovered(report=report))
                 report = None
             else:
+                self.measure()
                 self.step += 1
             self.link.progress(self.epoch, self.step)
+
+    def measure(self) -> None:
+        """Tell of the step, as if it took no time but that in which the toy waits."""
+        plan = self.plans[-1]
+        seat = plan.placement.find_seat(self.worker)
+        if seat is not None:
+            first, last = plan.layers[seat.stage]
+            cells = len(plan.placement.stages[seat.stage])
+            self.link.measured(
+                StepReport(
+                    worker=self.worker, epoch=plan.epoch, step=self.step, first_layer=first, last_layer=last,
+                    cells=cells, step_s=STEP_S, stage=seat.stage,
+                )
+            )  # fmt: skip
 
     def hold(self, plan: ElasticPlan) -> Holding:
         """All that the plan asks for: a toy never lets a layout go."""
