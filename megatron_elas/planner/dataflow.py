@@ -34,7 +34,8 @@ def deal_items(job: JobSpec, rows: Sequence[int], deal: Deal) -> StageItems:
 
     Args:
         job: Its batch and its rows.
-        rows: Of the stage's cells.
+        rows: Of the stage's cells, all different; those that the job did not begin with have no micro-batches of their
+            own.
         deal: How.
 
     Raises:
@@ -47,7 +48,7 @@ def deal_items(job: JobSpec, rows: Sequence[int], deal: Deal) -> StageItems:
         return reshape(count, size, len(rows), all_rows)
     if deal == "mix":
         return cut(count * size, _mixed_sizes(job, len(rows)))
-    if len(set(rows)) == len(rows) and max(rows) < all_rows:
+    if len(rows) < all_rows:
         return reroute(count, size, rows, all_rows)
     return deal_round(count, size, len(rows))
 

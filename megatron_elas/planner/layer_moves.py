@@ -81,9 +81,18 @@ def list_moves(
 
 
 def ring_backups(before: Rows, alive: Rows) -> dict[Cell, Cell]:
-    """For every lost cell the next one of its stage that is left, as when all sit in failure domains of their own."""
+    """For every lost cell the next one of its stage that is left, as when all sit in failure domains of their own.
+
+    Of a lost stage: cells of the nearest stage that is left, one after the other.
+    """
     backups = {}
+    left = [stage for stage, rows in enumerate(alive) if rows]
     for stage, rows in enumerate(before):
+        if not alive[stage] and left:
+            near = min(left, key=lambda other: (abs(other - stage), other))
+            for place, row in enumerate(rows):
+                backups[stage, row] = (near, alive[near][place % len(alive[near])])
+            continue
         for place, row in enumerate(rows):
             if row not in alive[stage]:
                 following = [*rows[place + 1 :], *rows[:place]]

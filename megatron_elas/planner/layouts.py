@@ -1,42 +1,162 @@
-"""Where cells may sit after a loss: as they are, moved to a poorer stage, or in a shallower pipeline."""
+"""Where cells may sit after a loss.
+
+While every stage has a cell: as they are; with spare cells where these relieve the busiest stage; one moved to a poorer
+stage; in a pipeline with a stage less.
+
+When stages are lost: with spare cells in their places; in a pipeline without them; and for every number of stages dealt
+out anew, evenly and in whatever unequal shares waste least. Each cell goes to where its layers may come to lie.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, count, pairwise
 from typing import NamedTuple
 
-from megatron_elas.planner.situation import Rows, Situation
+from megatron_elas.planner.dataflow import busiest_share
+from megatron_elas.planner.situation import SPARE, Rows, Situation
+from megatron_elas.spec.cost import CostSums
+
+Name = tuple[int, int]
+"""Stage that a cell is on now, or SPARE; and its row."""
+Cells = list[list[Name]]
+"""Of every stage."""
+
+FEW_CELLS = 16
+"""Among more cells even shares waste little, and unequal ones are not looked for."""
+_GAIN = 1.01
+"""By which unequal shares have to be better than even ones."""
 
 
 class Layout(NamedTuple):
-    """Cells of every stage to be, each named by the stage that it is on now and its row."""
+    """Cells of every stage to be, each named by the stage that it is on now and its row; ascending by ``row_names``."""
 
     rows: Rows
     origins: Rows
-    """``origins[stage][cell]``: the stage that the cell is on now."""
+    """``origins[stage][cell]``: the stage that the cell is on now, or SPARE."""
 
     @property
     def homes(self) -> tuple[int, ...]:
-        """Of every stage to be: the stage that most of its cells are on now."""
-        return tuple(max(sorted(set(own)), key=own.count) for own in self.origins)
+        """Of every stage to be: the stage that most of its cells are on now; SPARE where all are new."""
+        return tuple(map(_home, self.origins))
 
 
-def list_layouts(situation: Situation) -> tuple[Layout, ...]:
-    """As it is; one cell moved from a stage with at least two more cells to the poorest; a stage less."""
+def list_layouts(situation: Situation, *, cells: bool = True) -> tuple[Layout, ...]:
+    """All that are worth a look, each once. The first one is as it is, unless a stage is lost.
+
+    Args:
+        situation: Who is left.
+        cells: Whether cells may move between stages. Where not, spare ones at most get a seat; if they are too few for
+            all lost stages there is no layout.
+    """
     now = [[(stage, row) for row in rows] for stage, rows in enumerate(situation.rows)]
-    layouts = [_layout(now)]
+    seated = _with_spares(situation, now)
+    layouts = [_layout(own) for own in (now, seated) if all(own)]
+    if cells and situation.lost_stages:
+        layouts.append(_layout(_without_lost(situation, now)))
+        layouts += [_layout(own) for own in _dealt_anew(situation, now)]
+    elif cells:
+        layouts += [_layout(own) for own in _changed(seated)]
+    return tuple(dict.fromkeys(layouts))
+
+
+def homes_of(situation: Situation, origins: Rows) -> tuple[int, ...]:
+    """Of every layer: the stage to be to which most of the cells go that have it now, -1 for none.
+
+    Args:
+        situation: Before.
+        origins: As in ``Layout``.
+    """
+    goals = [Counter[int]() for _ in range(situation.num_stages)]
+    for stage, own in enumerate(origins):
+        for origin, cells in Counter(own).items():
+            if origin != SPARE:
+                goals[origin][stage] += cells
+    homes: list[int] = []
+    for (first, last), goal in zip(pairwise(situation.cuts), goals, strict=True):
+        homes += [max(goal, key=goal.__getitem__) if goal else -1] * (last - first)
+    return tuple(homes)
+
+
+def row_names(rows: Sequence[int], origins: Sequence[int]) -> tuple[int, ...]:
+    """Of a stage's cells, in any order: their rows once they are there, all different.
+
+    Of several with one row, that of the stage that most cells come from keeps it, else that of the earliest stage. The
+    others, and spare cells, get free rows, the lowest first.
+    """
+    home = _home(origins)
+    by_claim = sorted(range(len(rows)), key=lambda cell: (origins[cell] != home, origins[cell], rows[cell]))
+    keepers: dict[int, int] = {}
+    for cell in by_claim:
+        if origins[cell] != SPARE:
+            keepers.setdefault(rows[cell], cell)
+    names = {cell: row for row, cell in keepers.items()}
+    free = (row for row in count() if row not in keepers)
+    for cell in by_claim:
+        if cell not in names:
+            names[cell] = next(free)
+    return tuple(names[cell] for cell in range(len(rows)))
+
+
+def _home(origins: Sequence[int]) -> int:
+    counts = Counter(origin for origin in origins if origin != SPARE)
+    return max(sorted(counts), key=counts.__getitem__, default=SPARE)
+
+
+def _layout(cells: Cells) -> Layout:
+    rows, origins = [], []
+    for own in cells:
+        names = row_names([row for _, row in own], [stage for stage, _ in own])
+        ordered = [cell for _, cell in sorted(zip(names, own, strict=True))]
+        rows.append(tuple(row for _, row in ordered))
+        origins.append(tuple(stage for stage, _ in ordered))
+    return Layout(rows=tuple(rows), origins=tuple(origins))
+
+
+def _spare_cells(situation: Situation) -> list[Name]:
+    return [(SPARE, number) for number in range(situation.spares)]
+
+
+def _with_spares(situation: Situation, now: Cells) -> Cells:
+    """One in every lost stage, then one at a time in the busiest stage, as long as that has less to do then."""
+    spares, lost = _spare_cells(situation), situation.lost_stages
+    if len(spares) < max(1, len(lost)):
+        return now
+    cells = [list(own) for own in now]
+    for stage in lost:
+        cells[stage].append(spares.pop(0))
+    job, sums = situation.job, CostSums(situation.cost)
+
+    def seconds(stage: int, width: int) -> float:
+        share = busiest_share(job, width, "reroute")
+        return sums.step_s(situation.cuts[stage], situation.cuts[stage + 1], share.samples, share.items)
+
+    busy = [seconds(stage, len(own)) for stage, own in enumerate(cells)]
+    while spares:
+        busiest = busy.index(max(busy))
+        relieved = seconds(busiest, len(cells[busiest]) + 1)
+        if len(cells[busiest]) >= job.num_microbatches or relieved >= busy[busiest]:
+            break
+        cells[busiest].append(spares.pop(0))
+        busy[busiest] = relieved
+    return cells
+
+
+def _changed(now: Cells) -> Iterator[Cells]:
+    """A cell moved from a stage with at least two more cells to the poorest; a stage less."""
     widths = list(map(len, now))
     poorest = widths.index(min(widths))
     richer = [stage for stage, width in enumerate(widths) if width >= widths[poorest] + 2]
     for giver in sorted(richer, key=lambda stage: (-widths[stage], abs(stage - poorest)))[:2]:
         moved = [list(cells) for cells in now]
         moved[poorest].append(moved[giver].pop())
-        layouts.append(_layout(moved))
+        yield moved
     if len(now) > 1:
-        layouts.append(_layout(_without_stage(now, poorest)))
-    return tuple(layouts)
+        yield _without_stage(now, poorest)
 
 
-def _without_stage(now: list[list[tuple[int, int]]], dissolved: int) -> list[list[tuple[int, int]]]:
+def _without_stage(now: Cells, dissolved: int) -> Cells:
     """The stage's cells go to those that have fewest, the nearest first."""
     left = [list(cells) for stage, cells in enumerate(now) if stage != dissolved]
     for cell in now[dissolved]:
@@ -45,9 +165,83 @@ def _without_stage(now: list[list[tuple[int, int]]], dissolved: int) -> list[lis
     return left
 
 
-def _layout(cells: list[list[tuple[int, int]]]) -> Layout:
-    ordered = [sorted(own, key=lambda cell: (cell[1], cell[0])) for own in cells]
-    return Layout(
-        rows=tuple(tuple(row for _, row in own) for own in ordered),
-        origins=tuple(tuple(stage for stage, _ in own) for own in ordered),
-    )
+def _without_lost(situation: Situation, now: Cells) -> Cells:
+    """The other stages as they are; spare cells go to those with fewest."""
+    left = [list(cells) for cells in now if cells] or [[]]
+    for cell in _spare_cells(situation):
+        poorest = min(left, key=len)
+        if len(poorest) < situation.job.num_microbatches:
+            poorest.append(cell)
+    return left
+
+
+def _dealt_anew(situation: Situation, now: Cells) -> Iterator[Cells]:
+    """All cells in pipelines of every depth, the deepest first."""
+    job, total = situation.job, situation.num_cells
+    deepest = min(job.pipeline_parallel, situation.cost.num_layers, total)
+    unequal = _unequal_shares(job.num_microbatches, total, deepest) if total <= FEW_CELLS else {}
+    for depth in range(deepest, 0, -1):
+        small, larger = divmod(total, depth)
+        even = tuple(min(small + (stage < larger), job.num_microbatches) for stage in range(depth))
+        yield _seat(situation, now, even)
+        if depth in unequal and _rate(job.num_microbatches, unequal[depth]) > _rate(job.num_microbatches, even) * _GAIN:
+            yield _seat(situation, now, unequal[depth])
+
+
+def _rate(num_microbatches: int, widths: Sequence[int]) -> float:
+    """Layers that stages of these widths run in a unit of time, layers being cut as fine as need be."""
+    return sum(1 / -(-num_microbatches // width) for width in widths)
+
+
+def _unequal_shares(num_microbatches: int, cells: int, deepest: int) -> dict[int, tuple[int, ...]]:
+    """Of every depth: the widths of the greatest rate, by the best way to use so many cells with a stage less."""
+    rates = [0.0] + [1 / -(-num_microbatches // width) for width in range(1, min(cells, num_microbatches) + 1)]
+    best: list[tuple[float, tuple[int, ...]]] = [(rate, (width,)) for width, rate in enumerate(rates)]
+    best += [best[-1]] * (cells + 1 - len(best))
+    found = {1: best[cells][1]}
+    for depth in range(2, deepest + 1):
+        longer: list[tuple[float, tuple[int, ...]]] = [(0.0, ())] * depth
+        for total in range(depth, cells + 1):
+            width = max(
+                range(1, min(len(rates) - 1, total - depth + 1) + 1),
+                key=lambda own: rates[own] + best[total - own][0],
+            )
+            longer.append((rates[width] + best[total - width][0], (*best[total - width][1], width)))
+        best = longer
+        found[depth] = best[cells][1]
+    return found
+
+
+def _seat(situation: Situation, now: Cells, widths: Sequence[int]) -> Cells:
+    """Cells in stages of these widths, in whatever order of these suits: each where most of its layers may come to lie.
+
+    The largest stage is put where most cells come to lie when all stages are equally long; then layers are thought of as
+    dealt in proportion to widths, and pairs of a stage now and one to be that have most in common go first.
+    """
+    layers, depth = situation.cost.num_layers, len(widths)
+    held = list(pairwise(situation.cuts))
+    supply = [0] * depth
+    for (first, last), cells in zip(held, now, strict=True):
+        supply[min((first + last) * depth // (2 * layers), depth - 1)] += len(cells)
+    room = [0] * depth
+    by_supply = sorted(range(depth), key=lambda stage: (-supply[stage], stage))
+    for stage, width in zip(by_supply, sorted(widths, reverse=True), strict=True):
+        room[stage] = width
+    bounds = list(pairwise(accumulate((layers * width / sum(room) for width in room), initial=0.0)))
+
+    def apart(pair: tuple[int, int]) -> tuple[float, float, int, int]:
+        origin, stage = pair
+        (first, last), (start, stop) = held[origin], bounds[stage]
+        common = max(0.0, min(last, stop) - max(first, start))
+        return -round(common, 9), round(abs(first + last - start - stop), 9), stage, origin
+
+    left = [list(cells) for cells in now]
+    seated: Cells = [[] for _ in room]
+    for origin, stage in sorted(((o, s) for o, cells in enumerate(now) if cells for s in range(depth)), key=apart):
+        while left[origin] and len(seated[stage]) < room[stage]:
+            seated[stage].append(left[origin].pop(0))
+    spares = _spare_cells(situation)
+    for own, width in zip(seated, room, strict=True):
+        while len(own) < width:
+            own.append(spares.pop(0))
+    return seated

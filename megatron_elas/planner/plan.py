@@ -1,4 +1,8 @@
-"""From survivors to a plan: whole micro-batches rerouted, stages regrouped where one is lost, backups placed anew.
+"""The running job's plan: that of the step planner, with the freedom that the runtime has.
+
+As long as every stage has a cell, layers and cells stay, whole micro-batches of lost rows are dealt to the other cells of
+their stage, and spare workers make cells where these relieve the busiest stage. When a stage has no cell left, or the
+stages do not fit the memory as they are, cells and layers are free. Orders are those of 1F1B at nominal clocks.
 
 Pure: the same inputs give the same plan on any machine.
 """
@@ -6,21 +10,31 @@ Pure: the same inputs give the same plan on any machine.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from itertools import pairwise
 
 from megatron_elas.planner.backups import place_backups
-from megatron_elas.planner.cost_model import stage_durations
-from megatron_elas.planner.job_costs import JobCosts
-from megatron_elas.planner.policies import EXACT_ITEMS
-from megatron_elas.planner.prediction import Predictor
-from megatron_elas.planner.regroup import regroup, seat_spares
-from megatron_elas.planner.search import stay
+from megatron_elas.planner.job_costs import JobCosts, uniform_costs
+from megatron_elas.planner.prediction import Candidate, Predictor
+from megatron_elas.planner.search import Freedom, stay
 from megatron_elas.planner.situation import Situation
-from megatron_elas.schedule.items import whole_micro_batches
-from megatron_elas.schedule.one_f_one_b import one_f_one_b_program
+from megatron_elas.planner.step_plan import Effort, StepPlan, make_plan
+from megatron_elas.schedule.warmups import StagePasses, find_warmups, run_1f1b
 from megatron_elas.spec.errors import NoFeasiblePlan
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.plan import ElasticPlan
+
+RUNTIME = Freedom(layers=False, cells=False, deals=("reroute",), split=False, divide=False, orders=False)
+"""What the runtime carries out in any step."""
+REGROUPING = replace(RUNTIME, layers=True, cells=True)
+"""What it carries out in a recovery in which models are made anew."""
+EXACT_ITEMS = 600
+"""Most items of all stages together that are timed one by one while workers wait."""
+TIMED_ITEMS = 6_000
+"""Of all orders that are timed while workers wait, about."""
+
+Items = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def initial_plan(job: JobSpec, domains: Mapping[int, str], costs: JobCosts | None = None) -> ElasticPlan:
@@ -30,8 +44,15 @@ def initial_plan(job: JobSpec, domains: Mapping[int, str], costs: JobCosts | Non
         job: What all workers said when they joined.
         domains: Failure domain of each worker.
         costs: What the plan's step is predicted with; None: not at all.
+
+    Raises:
+        BadUsage: The costs are those of another model.
     """
-    return _plan(job, Placement.initial(job), job.launch_layers, 0, domains)
+    placement = Placement.initial(job)
+    situation = _situation(job, placement, placement, job.launch_layers, costs or uniform_costs(job))
+    items = tuple(share_items(job.num_microbatches, len(stage)) for stage in placement.stages)
+    backups = place_backups(placement, domains, job.snapshot_replicas)
+    return _plan(0, situation, stay(situation), placement, items, backups, predicted=costs is not None)
 
 
 def replan(
@@ -42,42 +63,119 @@ def replan(
     domains: Mapping[int, str],
     costs: JobCosts | None = None,
 ) -> ElasticPlan:
-    """The plan without ``lost``: their cells dissolve, other cells of the stage take the micro-batches over.
+    """The plan without ``lost``.
 
-    Layers and cells stay where they are as long as every stage has a cell; spares make a cell where it relieves the
-    busiest stage. When a stage has none left, cells and layers are shared out anew, also to fewer stages.
+    Args:
+        job: What all workers said when they joined.
+        old: The plan before.
+        lost: Workers.
+        epoch: Of the plan.
+        domains: Failure domain of each worker.
+        costs: What plans are compared and predicted with; None: every layer takes and holds as much, see
+            ``uniform_costs``, and nothing is predicted.
 
     Raises:
-        NoFeasiblePlan: Fewer workers are left than a cell takes.
+        NoFeasiblePlan: Fewer workers are left than a cell takes, or no plan fits the memory.
+        BadUsage: The costs are those of another model.
     """
-    survivors = old.placement.without(lost)
-    left = [*survivors.workers, *survivors.spares]
-    if len(left) < job.tensor_parallel:
+    left = old.placement.without(lost)
+    workers = sum(len(cells) for cells in left.stages) * job.tensor_parallel + len(left.spares)
+    if workers < job.tensor_parallel:
         raise NoFeasiblePlan(
-            f"epoch {epoch}: too few workers are left ({len(left)}), a cell takes {job.tensor_parallel} (workers lost: "
+            f"epoch {epoch}: too few workers are left ({workers}), a cell takes {job.tensor_parallel} (workers lost: "
             f"{sorted(lost)}; before: {old.placement.describe()}): restart on more machines from the newest "
             f"checkpoint with --load"
         )
-    if all(survivors.stages):
-        return _plan(job, seat_spares(job, survivors, old.layers, old.placement), old.layers, epoch, domains)
-    placement, layers = regroup(job, survivors, old.layers, old.placement)
-    return _plan(job, placement, layers, epoch, domains)
-
-
-def _plan(
-    job: JobSpec, placement: Placement, layers: tuple[tuple[int, int], ...], epoch: int, domains: Mapping[int, str]
-) -> ElasticPlan:
-    return ElasticPlan(
-        epoch=epoch,
-        placement=placement,
-        layers=layers,
-        items=tuple(share_items(job.num_microbatches, len(stage)) for stage in placement.stages),
-        backups=place_backups(placement, domains, job.snapshot_replicas),
+    situation = _situation(job, left, old.placement, old.layers, costs or _roomy_costs(job, workers))
+    found = _find(situation)
+    placement, backups = found.place(left, domains, before=old.placement, replicas=job.snapshot_replicas)
+    return _plan(
+        epoch, situation, found.candidate, placement, found.micro_batches(), backups, predicted=costs is not None
     )
 
 
+def _situation(
+    job: JobSpec, left: Placement, before: Placement, layers: tuple[tuple[int, int], ...], costs: JobCosts
+) -> Situation:
+    costs.check(job)
+    return Situation(
+        job=job,
+        cost=costs.cost,
+        cuts=(0, *(stop for _, stop in layers)),
+        rows=_rows(left),
+        memory_bytes=costs.memory_bytes,
+        link=costs.link,
+        held=_rows(before),
+        spares=len(left.spares) // job.tensor_parallel,
+    )
+
+
+def _rows(placement: Placement) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(cell.row for cell in cells) for cells in placement.stages)
+
+
+def _roomy_costs(job: JobSpec, workers: int) -> JobCosts:
+    """Uniform costs, with room for as many layers as a worker has to hold at least."""
+    costs = uniform_costs(job)
+    deepest = min(job.pipeline_parallel, job.num_layers, workers // job.tensor_parallel)
+    return replace(costs, memory_bytes=max(costs.memory_bytes, -(-job.num_layers // deepest)))
+
+
+def _find(situation: Situation) -> StepPlan:
+    if not situation.lost_stages:
+        try:
+            return make_plan(situation, RUNTIME, _effort(situation))
+        except NoFeasiblePlan:
+            pass  # as it is, it does not fit the memory
+    return make_plan(situation, REGROUPING, _effort(situation))
+
+
+def _effort(situation: Situation) -> Effort:
+    """As much as takes a few milliseconds."""
+    job, stages = situation.job, situation.num_stages
+    exact = job.num_microbatches * stages <= EXACT_ITEMS
+    items = stages * (job.num_microbatches if exact else job.num_microbatches // job.data_parallel)
+    return Effort(evaluations=max(3, min(32, TIMED_ITEMS // items)), exact=exact)
+
+
+def _plan(
+    epoch: int,
+    situation: Situation,
+    candidate: Candidate,
+    placement: Placement,
+    items: Items,
+    backups: tuple[tuple[int, int], ...],
+    *,
+    predicted: bool,
+) -> ElasticPlan:
+    warmups = find_warmups(items)
+    return ElasticPlan(
+        epoch=epoch,
+        placement=placement,
+        layers=tuple(pairwise(candidate.cuts)),
+        items=items,
+        backups=backups,
+        warmups=warmups,
+        predicted_s=_predict(situation, candidate, items, warmups) if predicted else None,
+    )
+
+
+def _predict(situation: Situation, candidate: Candidate, items: Items, warmups: tuple[int, ...]) -> float:
+    """Seconds of a step of these very orders."""
+    cost, size = situation.cost, situation.job.micro_batch_size
+    sent_s = situation.link.transfer_s(cost.boundary_bytes * size)
+    passes = []
+    for first, last in pairwise(candidate.cuts):
+        times = cost.stage_times(first, last)
+        backward_s = times.input_gradient.seconds(size) + times.weight_gradient.seconds(size)
+        passes.append(StagePasses(times.forward.seconds(size), backward_s, sent_s))
+    step_s = run_1f1b(items, warmups, passes)
+    assert step_s is not None
+    return step_s + max(Predictor(situation, exact=False, staggered=False).tails(candidate))
+
+
 def share_items(num_items: int, num_cells: int) -> tuple[tuple[int, ...], ...]:
-    """Deal a step's micro-batches round to the cells of one stage.
+    """Deal a pass's micro-batches round to the cells of one stage.
 
     With the original number of cells this is Megatron's sampler: ``g = m * D + d`` goes to row ``d``.
 
@@ -91,25 +189,3 @@ def share_items(num_items: int, num_cells: int) -> tuple[tuple[int, ...], ...]:
     if num_items < num_cells:
         raise NoFeasiblePlan(f"{num_items} micro-batches cannot feed {num_cells} cells")
     return tuple(tuple(range(cell, num_items, num_cells)) for cell in range(num_cells))
-
-
-def predict_step_s(job: JobSpec, plan: ElasticPlan, costs: JobCosts) -> float:
-    """Seconds of a step under a plan that is in force, its micro-batches as they are dealt, with 1F1B.
-
-    Raises:
-        BadUsage: The costs are those of another model.
-    """
-    costs.check(job)
-    cuts = (*(start for start, _ in plan.layers), plan.layers[-1][1])
-    rows = tuple(tuple(cell.row for cell in cells) for cells in plan.placement.stages)
-    situation = Situation(
-        job=job, cost=costs.cost, cuts=cuts, rows=rows, memory_bytes=costs.memory_bytes, link=costs.link
-    )
-    candidate = stay(situation)
-    predictor = Predictor(situation, exact=False, staggered=False)
-    if plan.num_items * plan.placement.num_stages > EXACT_ITEMS:
-        return predictor.predict(candidate, 0).step_s
-    items = tuple(whole_micro_batches(own, job.micro_batch_size) for own in plan.items)
-    durations = stage_durations(costs.cost, cuts, items, link=costs.link)
-    program = one_f_one_b_program(items, plan.warmups or None)
-    return program.run(durations).step_s + max(predictor.tails(candidate))

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_elas.planner.cost_model import stage_durations, stage_limits
 from megatron_elas.planner.dataflow import Deal, busiest_share, deal_items
+from megatron_elas.planner.layouts import row_names
 from megatron_elas.planner.partition import StageLoad
 from megatron_elas.planner.situation import Rows, Situation, divided
 from megatron_elas.schedule.actions import Schedule, StageItems
@@ -66,15 +67,8 @@ class Candidate:
 
     @property
     def names(self) -> Rows:
-        """Of every stage to be: rows of its cells once they are there. Of two cells of one row one gets a free row."""
-        names = []
-        for rows in self.rows:
-            own: list[int] = []
-            free = (row for row in count() if row not in rows)
-            for row in rows:
-                own.append(next(free) if row in own else row)
-            names.append(tuple(own))
-        return tuple(names)
+        """Of every stage to be: rows of its cells once they are there, ascending; see ``layouts.row_names``."""
+        return tuple(map(row_names, self.rows, self.origins))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,13 +209,13 @@ class Predictor:
         return total * self.situation.job.tensor_parallel
 
     def _items(self, candidate: Candidate) -> _Dealt:
-        dealt = (candidate.rows, candidate.deals) if self.exact else candidate.num_stages
+        dealt = (candidate.rows, candidate.origins, candidate.deals) if self.exact else candidate.num_stages
         key = (dealt, candidate.size)
         found = self._flows.get(key)
         if found is None:
             job = divided(self.situation.job, candidate.size)
             if self.exact:
-                items = tuple(map(deal_items, (job,) * candidate.num_stages, candidate.rows, candidate.deals))
+                items = tuple(map(deal_items, (job,) * candidate.num_stages, candidate.names, candidate.deals))
             else:
                 width = job.data_parallel * job.micro_batch_size
                 steps = job.num_microbatches // job.data_parallel

@@ -4,28 +4,31 @@ Objective, in this order:
 
 1. least predicted step time, to which a hundredth is added where cells change their stage: the whole state of a stage
    then goes to each of them, which a smaller gain does not pay for;
-2. fewest parameters moved between stages;
-3. fewest changes: the job's own micro-batches before parts of them, backward whole before split;
-4. the candidate that came first.
+2. most cells with a seat: so state is kept in more places;
+3. fewest parameters that cells get and did not have;
+4. fewest changes: the job's own micro-batches before parts of them, backward whole before split;
+5. the candidate that came first.
 
 The order of candidates depends only on what was found before, never on how many evaluations are allowed. So more
 evaluations never give a worse plan, and the same inputs give the same plan on any machine. The first candidate is to do
-nothing: layers stay, whole micro-batches move, 1F1B. No plan is worse than that.
+nothing: layers stay, whole micro-batches move, 1F1B. No plan is worse than that. When a stage is lost, there is no
+such candidate, and cells and layers that nobody holds are shared out anew.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from megatron_elas.planner.dataflow import DEALS, Deal, busiest_share, is_possible, is_stock
-from megatron_elas.planner.layouts import Layout, list_layouts
-from megatron_elas.planner.partition import Partitioner, moved_parameters
+from megatron_elas.planner.layouts import homes_of, list_layouts
+from megatron_elas.planner.partition import Partitioner
 from megatron_elas.planner.prediction import Candidate, Prediction, Predictor, stage_loads
-from megatron_elas.planner.situation import Situation, divided, homes_of
+from megatron_elas.planner.situation import SPARE, Situation, divided
 from megatron_elas.schedule.timing import Deadlock
 from megatron_elas.spec.errors import NoFeasiblePlan
 
@@ -50,6 +53,8 @@ class Freedom:
     """Backward may be split."""
     divide: bool = True
     """Micro-batches may be cut into smaller ones on all stages."""
+    orders: bool = True
+    """Passes may come in another order than that of 1F1B."""
     staggered: bool = False
     """Stages step their optimizers one by one; see ``prediction``."""
 
@@ -86,11 +91,11 @@ def search(predictor: Predictor, freedom: Freedom, evaluations: int, seeds: Sequ
         if state.best is not None and predictor.evaluations + max(1, tries) > evaluations:
             exhausted = False
             break
-        state.tell(candidate, tries)
+        state.tell(candidate, tries if freedom.orders else 0)
     if state.best is None:
         situation = predictor.situation
         raise NoFeasiblePlan(
-            f"no plan for {list(map(len, situation.rows))} cells fits {situation.memory_bytes / 1e9:.1f} GB: "
+            f"no plan for {situation.describe_cells()} fits {situation.memory_bytes / 1e9:.1f} GB: "
             f"use smaller micro-batches, recomputation or more stages"
         )
     return Searched(
@@ -103,11 +108,15 @@ def search(predictor: Predictor, freedom: Freedom, evaluations: int, seeds: Sequ
 
 
 def stay(situation: Situation, *, deal: Deal = "reroute", split: bool = False) -> Candidate:
-    """Layers and cells where they are."""
-    layout = _layouts(situation, cells=False)[0]
+    """Layers and cells where they are. Raises NoFeasiblePlan when a stage is lost."""
+    for stage in situation.lost_stages:
+        raise NoFeasiblePlan(
+            f"stage {stage} lost all its cells: its layers have no live holder. Restart from the newest checkpoint "
+            f"with --load, or run with more data-parallel rows"
+        )
     return Candidate(
-        rows=layout.rows,
-        origins=layout.origins,
+        rows=situation.rows,
+        origins=tuple((stage,) * len(rows) for stage, rows in enumerate(situation.rows)),
         cuts=situation.cuts,
         deals=(deal,) * situation.num_stages,
         size=situation.job.micro_batch_size,
@@ -118,7 +127,7 @@ def stay(situation: Situation, *, deal: Deal = "reroute", split: bool = False) -
 def objective_s(prediction: Prediction) -> float:
     """Seconds that predictions are compared by."""
     origins = prediction.candidate.origins
-    moved = any(len(set(own)) > 1 for own in origins)
+    moved = any(len(set(own) - {SPARE}) > 1 for own in origins)
     return prediction.step_s * (1 + CELL_MOVE if moved else 1)
 
 
@@ -131,7 +140,21 @@ def with_best_layers(situation: Situation, candidate: Candidate, partitioner: Pa
 
 def homes(situation: Situation, candidate: Candidate) -> tuple[int, ...]:
     """Of every layer: the candidate's stage whose cells have it now, -1 for none."""
-    return homes_of(situation, Layout(candidate.rows, candidate.origins).homes)
+    return homes_of(situation, candidate.origins)
+
+
+def received_parameters(situation: Situation, candidate: Candidate) -> int:
+    """Of one lane, over all cells: of layers that they get and do not have now."""
+    sums = list(accumulate((layer.parameters for layer in situation.cost.layers), initial=0))
+    received = 0
+    for origins, (first, last) in zip(candidate.origins, pairwise(candidate.cuts), strict=True):
+        for origin, cells in Counter(origins).items():
+            missing = sums[last] - sums[first]
+            if origin != SPARE:
+                start, stop = max(first, situation.cuts[origin]), min(last, situation.cuts[origin + 1])
+                missing -= sums[max(start, stop)] - sums[start]
+            received += cells * missing
+    return received
 
 
 class _Search:
@@ -139,6 +162,8 @@ class _Search:
         self.predictor, self.freedom, self.seeds = predictor, freedom, seeds
         self.situation = predictor.situation
         self.partitioner = Partitioner(self.situation.cost, self.situation.memory_bytes)
+        self.still = None if self.situation.lost_stages else stay(self.situation)
+        """To do nothing."""
         self.best: Prediction | None = None
         self.nothing: Prediction | None = None
         self.tried: dict[Candidate, int] = {}
@@ -147,21 +172,23 @@ class _Search:
     def steps(self) -> Iterator[tuple[Candidate, int]]:
         """(candidate, tries), adapted to what was told."""
         situation, freedom = self.situation, self.freedom
-        yield stay(situation), 0
+        if self.still is not None:
+            yield self.still, 0
         for candidate in self.seeds:
             yield candidate, 8 if candidate.split else 2
         ranked = self._ranked()
         quick = 1 if freedom.split else 0
         for candidate in ranked[:4]:
             yield candidate, quick
-        if freedom.layers and "reshape" in freedom.deals:
+        if freedom.layers and "reshape" in freedom.deals and self.still is not None:
             reshaped = stay(situation, deal="reshape")
             if self._is_possible(reshaped):
                 yield from self._partitioned(reshaped)
         for candidate in ranked[:4]:
             yield candidate, 3
         # As long as ReCycle is searched by the policy of that name: ours is not behind it for want of tries.
-        yield from self._thorough(stay(situation, split=freedom.split), 24)
+        if self.still is not None:
+            yield from self._thorough(replace(self.still, split=freedom.split), 24)
         yield from self._neighbours(3)
         for candidate in ranked[4:16]:
             yield candidate, 3
@@ -182,7 +209,7 @@ class _Search:
         except Deadlock:
             self.predictor.evaluations += 1
             return
-        if len(self.tried) == 1:
+        if candidate == self.still and len(self.tried) == 1:
             self.nothing = found
         if self.best is None or self._is_better(found, self.best):
             self.best = found
@@ -193,9 +220,9 @@ class _Search:
             return new_s < old_s
         return self._changes(new.candidate) < self._changes(old.candidate)
 
-    def _changes(self, candidate: Candidate) -> tuple[int, int, bool]:
-        moved = moved_parameters(self.situation.cost, candidate.cuts, homes(self.situation, candidate))
-        return moved, -candidate.size, candidate.split
+    def _changes(self, candidate: Candidate) -> tuple[int, int, int, bool]:
+        moved = received_parameters(self.situation, candidate)
+        return -sum(candidate.widths), moved, -candidate.size, candidate.split
 
     def _thorough(self, candidate: Candidate | None, tries: int) -> Iterator[tuple[Candidate, int]]:
         if candidate is not None:
@@ -210,7 +237,7 @@ class _Search:
     def _ranked(self) -> list[Candidate]:
         """All combinations that are worth a try, by a rough estimate of their time."""
         found: dict[Candidate, tuple[float, int]] = {}
-        for layout in _layouts(self.situation, cells=self.freedom.cells):
+        for layout in list_layouts(self.situation, cells=self.freedom.cells):
             for size in self._sizes(len(layout.rows)):
                 for deals in self._deals(layout, size):
                     plain = Candidate(
@@ -313,7 +340,3 @@ class _Search:
                 if taker != giver and all(first < last for first, last in pairwise(cuts)):
                     yield replace(candidate, cuts=tuple(cuts))
 
-
-def _layouts(situation: Situation, *, cells: bool) -> tuple[Layout, ...]:
-    layouts = list_layouts(situation)
-    return layouts if cells else layouts[:1]

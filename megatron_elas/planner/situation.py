@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -17,6 +17,9 @@ from megatron_elas.spec.job_profile import JobProfile
 Rows = tuple[tuple[int, ...], ...]
 """Of every stage: the rows of its cells, ascending."""
 
+SPARE = -1
+"""In place of a stage: where cells are that can be made of spare workers. Their rows count from 0."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
@@ -27,7 +30,7 @@ class Situation:
     cuts: tuple[int, ...]
     """Stage ``s`` has layers ``[cuts[s], cuts[s + 1])`` now."""
     rows: Rows
-    """Of the cells that are left. Within a stage all differ."""
+    """Of the cells that are left. Within a stage all differ; a stage without any is lost."""
     memory_bytes: int
     """Of a device, as far as a plan may fill it."""
     link: Link
@@ -38,6 +41,8 @@ class Situation:
     """None: energy is not known."""
     held: Rows | None = None
     """Of the cells that each stage's optimizer state is spread over, lost ones included; None: those that are left."""
+    spares: int = 0
+    """Cells that can be made of workers without a seat."""
 
     def __post_init__(self) -> None:
         if len(self.cuts) != len(self.rows) + 1 or (self.cuts[0], self.cuts[-1]) != (0, self.cost.num_layers):
@@ -47,11 +52,10 @@ class Situation:
         for stage, rows in enumerate(self.rows):
             if len(set(rows)) < len(rows):
                 raise BadUsage(f"stage {stage} has two cells of one row: {list(rows)}")
-            if not rows:
-                raise NoFeasiblePlan(
-                    f"stage {stage} lost all its cells: its layers have no live holder. Restart from the newest "
-                    f"checkpoint with --load, or run with more data-parallel rows"
-                )
+        if not self.num_cells:
+            raise NoFeasiblePlan(
+                "no cell is left: restart on more workers from the newest checkpoint with --load"
+            )
 
     @staticmethod
     def of(job: JobProfile, cluster: Cluster, lost: Collection[tuple[int, int]] = ()) -> Situation:
@@ -69,7 +73,7 @@ class Situation:
         ).without(lost)
 
     def without(self, lost: Collection[tuple[int, int]]) -> Situation:
-        """After cells (stage, row) were lost. Raises NoFeasiblePlan when a stage has none left."""
+        """After cells (stage, row) were lost. Raises NoFeasiblePlan when none is left."""
         gone = set(lost)
         return replace(
             self,
@@ -84,8 +88,18 @@ class Situation:
 
     @property
     def num_cells(self) -> int:
-        """That are left."""
-        return sum(map(len, self.rows))
+        """That are left, with those that can be made of spare workers."""
+        return sum(map(len, self.rows)) + self.spares
+
+    @property
+    def lost_stages(self) -> tuple[int, ...]:
+        """Stages without a cell."""
+        return tuple(stage for stage, rows in enumerate(self.rows) if not rows)
+
+    def describe_cells(self) -> str:
+        """For sentences: cells of every stage, and spare ones."""
+        spares = f" and {self.spares} spare" if self.spares else ""
+        return f"{list(map(len, self.rows))}{spares} cells"
 
     @property
     def surviving_share(self) -> float:
@@ -108,18 +122,3 @@ def divided(job: JobSpec, size: int) -> JobSpec:
         raise BadUsage(f"micro-batches of {job.micro_batch_size} samples cannot be cut into parts of {size}")
     parts = job.micro_batch_size // size
     return replace(job, micro_batch_size=size, num_microbatches=job.num_microbatches * parts)
-
-
-def homes_of(situation: Situation, origins: Sequence[int]) -> tuple[int, ...]:
-    """Of every layer: the new stage whose cells have it now, -1 for none.
-
-    Args:
-        situation: Before.
-        origins: Of every new stage: the stage that most of its cells come from.
-    """
-    new = {old: stage for stage, old in enumerate(origins)}
-    return tuple(
-        new.get(stage, -1)
-        for stage in range(situation.num_stages)
-        for _ in range(situation.cuts[stage], situation.cuts[stage + 1])
-    )

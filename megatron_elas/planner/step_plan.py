@@ -1,7 +1,7 @@
 """The plan of four axes for a step: dataflow, graph, frequency, randomness; with what it was chosen over, and why.
 
 ``make_plan`` gives a good one at once, ``improve_plan`` a better one later, to move to while training goes on.
-``planner.plan`` is what the running job uses today.
+``planner.plan`` makes the running job's plan of it, with the freedom that the runtime has today.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from megatron_elas.planner.clocks import Clocked
 from megatron_elas.planner.dataflow import deal_items, is_stock
 from megatron_elas.planner.layer_moves import Cell as CellName
 from megatron_elas.planner.layer_moves import SliceMove, list_moves, ring_backups
+from megatron_elas.planner.layouts import Layout
 from megatron_elas.planner.prediction import Candidate, Prediction, Predictor
 from megatron_elas.planner.search import Freedom, homes, search
-from megatron_elas.planner.situation import Situation, divided
+from megatron_elas.planner.seating import seat_workers
+from megatron_elas.planner.situation import SPARE, Situation, divided
 from megatron_elas.schedule.actions import StageItems
-from megatron_elas.spec.layout import Cell, Placement
+from megatron_elas.spec.layout import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,13 @@ class StepPlan:
     def items(self, stage: int) -> StageItems:
         """Of every cell of a stage."""
         job = divided(self.situation.job, self.candidate.size)
-        return deal_items(job, self.candidate.rows[stage], self.candidate.deals[stage])
+        return deal_items(job, self.candidate.names[stage], self.candidate.deals[stage])
+
+    def micro_batches(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Of every stage and cell: the numbers of its micro-batches, where all are whole."""
+        assert set(self.candidate.deals) == {"reroute"} and self.candidate.size == self.situation.job.micro_batch_size
+        stages = range(self.candidate.num_stages)
+        return tuple(tuple(tuple(item.number for item in own) for own in self.items(stage)) for stage in stages)
 
     def streams(self) -> tuple[Stream, ...]:
         """Which cell draws the random numbers of which samples in which layers."""
@@ -128,27 +136,27 @@ class StepPlan:
                 streams.append(Stream(stage=stage, cell=cell, layers=layers, samples=samples))
         return tuple(streams)
 
-    def place(self, old: Placement, domains: Mapping[int, str]) -> tuple[Placement, tuple[tuple[int, int], ...]]:
+    def place(
+        self, old: Placement, domains: Mapping[int, str], *, before: Placement | None = None, replicas: int = 1
+    ) -> tuple[Placement, tuple[tuple[int, int], ...]]:
         """Workers in the plan's cells, and (owner, backup) in different failure domains where there are such.
 
         Args:
-            old: Before, without the lost workers. Cells that move may get another row, see ``Candidate.names``.
+            old: Without the lost workers. Cells that move may get another row, see ``Candidate.names``; workers of cells
+                that the plan does not seat are spare.
             domains: Of every worker.
+            before: With the lost workers: spare ones keep the lanes that they had in it where they can.
+            replicas: Backups of every worker.
         """
-        seats: dict[tuple[int, int], Cell] = {
-            (stage, cell.row): cell for stage, cells in enumerate(old.stages) for cell in cells
-        }
-        new = self.candidate
-        stages = tuple(
-            tuple(replace(seats[origin, row], row=name) for origin, row, name in zip(*own, strict=True))
-            for own in zip(new.origins, new.rows, new.names, strict=True)
-        )
-        placement = Placement(stages=stages, spares=old.spares)
-        return placement, place_backups(placement, domains)
+        placement = seat_workers(self.candidate, old, self.situation.job.tensor_parallel, before or old)
+        return placement, place_backups(placement, domains, replicas)
 
     def carried_out(self) -> Situation:
         """The situation once cells, layers and state are where the plan wants them; what the next loss starts from."""
-        return replace(self.situation, cuts=self.candidate.cuts, rows=self.candidate.names, held=None)
+        spares = self.situation.num_cells - sum(self.candidate.widths)
+        return replace(
+            self.situation, cuts=self.candidate.cuts, rows=self.candidate.names, held=None, spares=spares
+        )
 
     def explain(self) -> str:
         """What the plan does and why, in sentences."""
@@ -159,13 +167,16 @@ class StepPlan:
     def _explain_cells(self) -> list[str]:
         now, new = self.situation, self.candidate
         widths = " ".join(map(str, new.widths))
+        layout = Layout(new.rows, new.origins)
         lines = [f"Cells per stage: {widths} ({now.surviving_share:.1%} of the cells at the job's begin)."]
         if new.num_stages != now.num_stages:
             lines.append(f"The pipeline has {new.num_stages} stages instead of {now.num_stages}.")
         for stage, (origins, rows) in enumerate(zip(new.origins, new.rows, strict=True)):
-            home = max(sorted(set(origins)), key=origins.count)
+            home = layout.homes[stage]
             for origin, row in zip(origins, rows, strict=True):
-                if origin != home:
+                if origin == SPARE:
+                    lines.append(f"Spare workers make a cell of stage {stage}.")
+                elif origin != home:
                     lines.append(f"Row {row} of stage {origin} moves to stage {stage}.")
         layers = [last - first for first, last in pairwise(new.cuts)]
         text = f"{len(self.moved_layers())} layers change their stage; {self.moved_bytes() / 1e9:.1f} GB are sent"
@@ -198,7 +209,9 @@ class StepPlan:
         how = "every item on every cell" if self.effort.exact else "one cell for each stage"
         step = self.prediction.step_s
         lines = [f"Predicted step: {step:.4g} s ({how} timed; {self.evaluations} orders tried)."]
-        if self.nothing is None:
+        if self.situation.lost_stages:
+            lines.append("To do nothing is not possible: a stage has no cell left.")
+        elif self.nothing is None:
             lines.append("To do nothing does not fit the memory.")
         else:
             lines.append(

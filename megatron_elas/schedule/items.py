@@ -43,7 +43,7 @@ def reroute(num_microbatches: int, size: int, rows: Sequence[int], all_rows: int
     Args:
         num_microbatches: Of the global batch.
         size: Samples of each.
-        rows: Row of every cell that is left, ascending.
+        rows: Row of every cell, fewer than the job's, all different. One that is no row of the job has nothing to keep.
         all_rows: Rows of the job.
 
     Raises:
