@@ -71,5 +71,5 @@ def uniform_costs(job: JobSpec) -> JobCosts:
             weight_bytes=1, gradient_bytes=0, optimizer_bytes=0,
         ),
         memory_bytes=max(stop - start for start, stop in job.launch_layers),
-        link=Link(bandwidth=1.0, latency_s=0.0),
+        link=Link(bandwidth=1e30, latency_s=0.0),
     )  # fmt: skip

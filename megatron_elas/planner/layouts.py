@@ -55,10 +55,38 @@ def list_layouts(situation: Situation, *, cells: bool = True) -> tuple[Layout, .
     layouts = [_layout(own) for own in (now, seated) if all(own)]
     if cells and situation.lost_stages:
         layouts.append(_layout(_without_lost(situation, now)))
-        layouts += [_layout(own) for own in _dealt_anew(situation, now)]
+        layouts += [seat_cells(situation, widths) for widths in _shares(situation)]
     elif cells:
         layouts += [_layout(own) for own in _changed(seated)]
     return tuple(dict.fromkeys(layouts))
+
+
+def seat_cells(situation: Situation, widths: Sequence[int]) -> Layout:
+    """All cells dealt out anew to stages of these widths, as many as these take.
+
+    Each goes to where most of its layers may come to lie: layers are thought of as dealt in proportion to widths, and
+    pairs of a stage now and one to be that have most in common go first.
+    """
+    layers, total = situation.cost.num_layers, sum(widths)
+    held = list(pairwise(situation.cuts))
+    bounds = list(pairwise(accumulate((layers * width / total for width in widths), initial=0.0)))
+
+    def apart(pair: tuple[int, int]) -> tuple[float, float, int, int]:
+        origin, stage = pair
+        (first, last), (start, stop) = held[origin], bounds[stage]
+        common = max(0.0, min(last, stop) - max(first, start))
+        return -round(common, 9), round(abs(first + last - start - stop), 9), stage, origin
+
+    left = [[(stage, row) for row in rows] for stage, rows in enumerate(situation.rows)]
+    seated: Cells = [[] for _ in widths]
+    for origin, stage in sorted(((o, s) for o, own in enumerate(left) if own for s in range(len(widths))), key=apart):
+        while left[origin] and len(seated[stage]) < widths[stage]:
+            seated[stage].append(left[origin].pop(0))
+    spares = _spare_cells(situation)
+    for own, width in zip(seated, widths, strict=True):
+        while len(own) < width:
+            own.append(spares.pop(0))
+    return _layout(seated)
 
 
 def homes_of(situation: Situation, origins: Rows) -> tuple[int, ...]:
@@ -175,17 +203,17 @@ def _without_lost(situation: Situation, now: Cells) -> Cells:
     return left
 
 
-def _dealt_anew(situation: Situation, now: Cells) -> Iterator[Cells]:
-    """All cells in pipelines of every depth, the deepest first."""
+def _shares(situation: Situation) -> Iterator[tuple[int, ...]]:
+    """Cells of every stage, for pipelines of every depth, the deepest first."""
     job, total = situation.job, situation.num_cells
     deepest = min(job.pipeline_parallel, situation.cost.num_layers, total)
     unequal = _unequal_shares(job.num_microbatches, total, deepest) if total <= FEW_CELLS else {}
     for depth in range(deepest, 0, -1):
         small, larger = divmod(total, depth)
         even = tuple(min(small + (stage < larger), job.num_microbatches) for stage in range(depth))
-        yield _seat(situation, now, even)
+        yield _largest_where_most_are(situation, even)
         if depth in unequal and _rate(job.num_microbatches, unequal[depth]) > _rate(job.num_microbatches, even) * _GAIN:
-            yield _seat(situation, now, unequal[depth])
+            yield _largest_where_most_are(situation, unequal[depth])
 
 
 def _rate(num_microbatches: int, widths: Sequence[int]) -> float:
@@ -212,36 +240,12 @@ def _unequal_shares(num_microbatches: int, cells: int, deepest: int) -> dict[int
     return found
 
 
-def _seat(situation: Situation, now: Cells, widths: Sequence[int]) -> Cells:
-    """Cells in stages of these widths, in whatever order of these suits: each where most of its layers may come to lie.
-
-    The largest stage is put where most cells come to lie when all stages are equally long; then layers are thought of as
-    dealt in proportion to widths, and pairs of a stage now and one to be that have most in common go first.
-    """
+def _largest_where_most_are(situation: Situation, widths: Sequence[int]) -> tuple[int, ...]:
+    """The widths in the order that suits where cells come to lie when all stages are equally long."""
     layers, depth = situation.cost.num_layers, len(widths)
-    held = list(pairwise(situation.cuts))
     supply = [0] * depth
-    for (first, last), cells in zip(held, now, strict=True):
-        supply[min((first + last) * depth // (2 * layers), depth - 1)] += len(cells)
-    room = [0] * depth
+    for (first, last), rows in zip(pairwise(situation.cuts), situation.rows, strict=True):
+        supply[min((first + last) * depth // (2 * layers), depth - 1)] += len(rows)
     by_supply = sorted(range(depth), key=lambda stage: (-supply[stage], stage))
-    for stage, width in zip(by_supply, sorted(widths, reverse=True), strict=True):
-        room[stage] = width
-    bounds = list(pairwise(accumulate((layers * width / sum(room) for width in room), initial=0.0)))
-
-    def apart(pair: tuple[int, int]) -> tuple[float, float, int, int]:
-        origin, stage = pair
-        (first, last), (start, stop) = held[origin], bounds[stage]
-        common = max(0.0, min(last, stop) - max(first, start))
-        return -round(common, 9), round(abs(first + last - start - stop), 9), stage, origin
-
-    left = [list(cells) for cells in now]
-    seated: Cells = [[] for _ in room]
-    for origin, stage in sorted(((o, s) for o, cells in enumerate(now) if cells for s in range(depth)), key=apart):
-        while left[origin] and len(seated[stage]) < room[stage]:
-            seated[stage].append(left[origin].pop(0))
-    spares = _spare_cells(situation)
-    for own, width in zip(seated, room, strict=True):
-        while len(own) < width:
-            own.append(spares.pop(0))
-    return seated
+    ordered = dict(zip(by_supply, sorted(widths, reverse=True), strict=True))
+    return tuple(ordered[stage] for stage in range(depth))

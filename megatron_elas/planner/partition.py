@@ -225,10 +225,37 @@ class _Memory:
         if is_last:
             # Only whether a first layer leaves room for all that follow.
             return [layers if self.needed(load, i, layers, outer) <= memory_bytes else i for i in range(layers)]
+        if self.same:
+            return self._reach_of_same(load, memory_bytes, 1 if is_first else layers, outer)
         reach, last = [], 0
         for first in range(1 if is_first else layers):
             last = max(last, first)
             while last < layers and self.needed(load, first, last + 1, outer) <= memory_bytes:
+                last += 1
+            reach.append(last)
+        return reach
+
+    def _reach_of_same(
+        self, load: StageLoad, memory_bytes: float, firsts: int, outer: Sequence[UnitCost]
+    ) -> list[int]:
+        """As above, by the same sums, where a pass needs as much working memory in every layer."""
+        cost, layers = self.cost, self.cost.num_layers
+        parameters, activations, in_flight = self.parameters, self.activations, load.in_flight
+        whole, optimizer = cost.weight_bytes + cost.gradient_bytes, cost.optimizer_bytes
+        share = load.cells if cost.optimizer_sharded else 1
+        more = sum(unit.parameters for unit in outer)
+        kept = sum(unit.activation_bytes for unit in outer)
+        working = max(unit.working_bytes for unit in (cost.layers[0], *outer))
+        room = memory_bytes - in_flight * kept - load.largest_item * working
+        reach, last = [], 0
+        for first in range(firsts):
+            last = max(last, first)
+            before, held = parameters[first] - more, activations[first]
+            while last < layers:
+                count = parameters[last + 1] - before
+                state = count * whole - (-count // share) * optimizer
+                if state + in_flight * (activations[last + 1] - held) > room:
+                    break
                 last += 1
             reach.append(last)
         return reach

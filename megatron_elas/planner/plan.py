@@ -1,8 +1,9 @@
 """The running job's plan: that of the step planner, with the freedom that the runtime has.
 
 As long as every stage has a cell, layers and cells stay, whole micro-batches of lost rows are dealt to the other cells of
-their stage, and spare workers make cells where these relieve the busiest stage. When a stage has no cell left, or the
-stages do not fit the memory as they are, cells and layers are free. Orders are those of 1F1B at nominal clocks.
+their stage, and spare workers make cells where these relieve the busiest stage. Where that does not fit the memory,
+layers may move too, and if need be cells. When a stage has no cell left, both may. Orders are those of 1F1B at nominal
+clocks.
 
 Pure: the same inputs give the same plan on any machine.
 """
@@ -10,6 +11,7 @@ Pure: the same inputs give the same plan on any machine.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,7 +21,9 @@ from megatron_elas.planner.prediction import Candidate, Predictor
 from megatron_elas.planner.search import Freedom, stay
 from megatron_elas.planner.situation import Situation
 from megatron_elas.planner.step_plan import Effort, StepPlan, make_plan
+from megatron_elas.schedule.one_f_one_b import stock_warmups
 from megatron_elas.schedule.warmups import StagePasses, find_warmups, run_1f1b
+from megatron_elas.spec.cost import JobCost
 from megatron_elas.spec.errors import NoFeasiblePlan
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Placement
@@ -27,11 +31,13 @@ from megatron_elas.spec.plan import ElasticPlan
 
 RUNTIME = Freedom(layers=False, cells=False, deals=("reroute",), split=False, divide=False, orders=False)
 """What the runtime carries out in any step."""
-REGROUPING = replace(RUNTIME, layers=True, cells=True)
-"""What it carries out in a recovery in which models are made anew."""
+RESTAGING = replace(RUNTIME, layers=True)
+"""What it carries out in a recovery in which models are made anew, cells staying."""
+REGROUPING = replace(RESTAGING, cells=True)
+"""And that in which they do not."""
 EXACT_ITEMS = 600
 """Most items of all stages together that are timed one by one while workers wait."""
-TIMED_ITEMS = 6_000
+TIMED_ITEMS = 2_000
 """Of all orders that are timed while workers wait, about."""
 
 Items = tuple[tuple[tuple[int, ...], ...], ...]
@@ -103,10 +109,26 @@ def _situation(
         cost=costs.cost,
         cuts=(0, *(stop for _, stop in layers)),
         rows=_rows(left),
-        memory_bytes=costs.memory_bytes,
+        memory_bytes=max(costs.memory_bytes, _filled_bytes(job, before, layers, costs.cost)),
         link=costs.link,
         held=_rows(before),
         spares=len(left.spares) // job.tensor_parallel,
+    )
+
+
+def _filled_bytes(job: JobSpec, before: Placement, layers: tuple[tuple[int, int], ...], cost: JobCost) -> int:
+    """What the plan before takes on the fullest device. It ran, so there is as much, whatever a profile says."""
+    widths = [len(cells) for cells in before.stages]
+    most = [-(-job.num_microbatches // width) for width in widths]
+    return max(
+        cost.device_bytes(
+            first,
+            last,
+            cells=width,
+            in_flight=min(ahead + 1, items) * job.micro_batch_size,
+            largest_item=job.micro_batch_size,
+        )
+        for (first, last), width, ahead, items in zip(layers, widths, stock_warmups(widths, most), most, strict=True)
     )
 
 
@@ -122,12 +144,11 @@ def _roomy_costs(job: JobSpec, workers: int) -> JobCosts:
 
 
 def _find(situation: Situation) -> StepPlan:
-    if not situation.lost_stages:
-        try:
-            return make_plan(situation, RUNTIME, _effort(situation))
-        except NoFeasiblePlan:
-            pass  # as it is, it does not fit the memory
-    return make_plan(situation, REGROUPING, _effort(situation))
+    freedoms = (REGROUPING,) if situation.lost_stages else (RUNTIME, RESTAGING, REGROUPING)
+    for freedom in freedoms[:-1]:
+        with suppress(NoFeasiblePlan):
+            return make_plan(situation, freedom, _effort(situation))
+    return make_plan(situation, freedoms[-1], _effort(situation))
 
 
 def _effort(situation: Situation) -> Effort:

@@ -3,7 +3,8 @@
 Objective, in this order:
 
 1. least predicted step time, to which a hundredth is added where cells change their stage: the whole state of a stage
-   then goes to each of them, which a smaller gain does not pay for;
+   then goes to each of them, which a smaller gain does not pay for. When a stage is lost, all that is possible moves
+   layers: a hundredth is added for as many as a stage has, that every cell gets on average;
 2. most cells with a seat: so state is kept in more places;
 3. fewest parameters that cells get and did not have;
 4. fewest changes: the job's own micro-batches before parts of them, backward whole before split;
@@ -25,7 +26,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from megatron_elas.planner.dataflow import DEALS, Deal, busiest_share, is_possible, is_stock
-from megatron_elas.planner.layouts import homes_of, list_layouts
+from megatron_elas.planner.layouts import homes_of, list_layouts, seat_cells
 from megatron_elas.planner.partition import Partitioner
 from megatron_elas.planner.prediction import Candidate, Prediction, Predictor, stage_loads
 from megatron_elas.planner.situation import SPARE, Situation, divided
@@ -36,6 +37,7 @@ CELL_MOVE = 0.01
 """Share of the step time that a plan has to win by moving cells."""
 _SAME = 1e-9
 """Times as near as this are equal: sums in another order."""
+_FEW_STAGES = 4
 _ITEMS_PER_STAGE = 8
 """Micro-batches are not cut further once a cell has as many items for every stage: bubbles are small by then."""
 
@@ -124,11 +126,21 @@ def stay(situation: Situation, *, deal: Deal = "reroute", split: bool = False) -
     )
 
 
-def objective_s(prediction: Prediction) -> float:
-    """Seconds that predictions are compared by."""
-    origins = prediction.candidate.origins
-    moved = any(len(set(own) - {SPARE}) > 1 for own in origins)
-    return prediction.step_s * (1 + CELL_MOVE if moved else 1)
+def objective_s(prediction: Prediction, situation: Situation | None = None) -> float:
+    """Seconds that predictions are compared by.
+
+    Args:
+        prediction: Of a step.
+        situation: Needed where a stage is lost.
+    """
+    candidate = prediction.candidate
+    if situation is not None and situation.lost_stages:
+        layers = situation.cost.layers
+        stage = sum(layer.parameters for layer in layers) / situation.num_stages
+        moved = received_parameters(situation, candidate) / max(1.0, stage * sum(candidate.widths))
+    else:
+        moved = float(any(len(set(own) - {SPARE}) > 1 for own in candidate.origins))
+    return prediction.step_s * (1 + CELL_MOVE * moved)
 
 
 def with_best_layers(situation: Situation, candidate: Candidate, partitioner: Partitioner | None = None) -> Candidate:
@@ -180,6 +192,8 @@ class _Search:
         quick = 1 if freedom.split else 0
         for candidate in ranked[:4]:
             yield candidate, quick
+        if freedom.cells and situation.lost_stages:
+            yield from self._other_shares()
         if freedom.layers and "reshape" in freedom.deals and self.still is not None:
             reshaped = stay(situation, deal="reshape")
             if self._is_possible(reshaped):
@@ -215,7 +229,7 @@ class _Search:
             self.best = found
 
     def _is_better(self, new: Prediction, old: Prediction) -> bool:
-        new_s, old_s = objective_s(new), objective_s(old)
+        new_s, old_s = objective_s(new, self.situation), objective_s(old, self.situation)
         if abs(new_s - old_s) > _SAME * min(new_s, old_s):
             return new_s < old_s
         return self._changes(new.candidate) < self._changes(old.candidate)
@@ -309,6 +323,44 @@ class _Search:
             for share in ((0.15, 0.15) if self.freedom.staggered else (1.0, 0.45))
         )
         return whole, split
+
+    def _other_shares(self) -> Iterator[tuple[Candidate, int]]:
+        """A cell from one stage to another, when all are dealt out anew; again from what got better."""
+        seen: set[tuple[int, ...]] = set()
+        best = self.best
+        while best is not None:
+            seen.add(best.candidate.widths)
+            variants: list[tuple[float, Candidate]] = []
+            for widths in self._shifted_widths(best.candidate):
+                if widths in seen:
+                    continue
+                seen.add(widths)
+                layout = seat_cells(self.situation, widths)
+                other = replace(best.candidate, rows=layout.rows, origins=layout.origins, cuts=())
+                variants += [(self._estimates(own)[0], own) for own in self._with_cuts(other)]
+            for _, candidate in sorted(variants, key=lambda variant: variant[0]):
+                yield candidate, 0
+                if self.best is not best:
+                    break
+            if self.best is best:
+                return
+            best = self.best
+
+    def _shifted_widths(self, candidate: Candidate) -> Iterator[tuple[int, ...]]:
+        """Of all pairs of stages where they are few, else from the least to the most busy."""
+        busy = self.partitioner.stage_seconds(candidate.cuts, stage_loads(self.situation, candidate))
+        by_work = sorted(range(len(busy)), key=lambda stage: busy[stage])
+        few = 2 if len(busy) > _FEW_STAGES else _FEW_STAGES
+        for giver in by_work[:few]:
+            for taker in reversed(by_work[-few:]):
+                widths = list(candidate.widths)
+                widths[giver] -= 1
+                widths[taker] += 1
+                if giver != taker and widths[giver] and widths[taker] <= self.situation.job.num_microbatches:
+                    yield tuple(widths)
+
+    def _with_cuts(self, plain: Candidate) -> list[Candidate]:
+        return [replace(plain, cuts=cuts) for cuts in self._cuts(plain)]
 
     def _neighbours(self, tries: int) -> Iterator[tuple[Candidate, int]]:
         """One layer from one stage to another, those between passing theirs on; again from what got better."""

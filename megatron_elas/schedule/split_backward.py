@@ -66,7 +66,7 @@ def split_backward(
         Deadlock: Memory is too small for every order that was tried.
     """
     flow = flow or Flow(items)
-    problem = Problem(flow, durations, limits)
+    problem = Problem(flow, durations, limits) if tries else None
     bound = bound_s(items, durations, limits, split=split) if least_s is None else least_s
     tastes = _Tastes(flow, durations, split)
     best: Run | None = None
@@ -74,7 +74,7 @@ def split_backward(
     failure: Deadlock | None = None
     count = 0
     for count, taste in enumerate(tastes, 1):
-        if count > tries or best_s <= bound * ENOUGH:
+        if problem is None or count > tries or best_s <= bound * ENOUGH:
             count -= 1
             break
         try:
