@@ -1,27 +1,30 @@
 """The running job's plan: that of the step planner, with the freedom that the runtime has.
 
-As long as every stage has a cell, layers and cells stay, whole micro-batches of lost rows are dealt to the other cells of
-their stage, and spare workers make cells where these relieve the busiest stage. Where that does not fit the memory,
-layers may move too, and if need be cells. When a stage has no cell left, both may. Orders are those of 1F1B at nominal
-clocks.
+As long as every stage has a cell, or spare workers make one for it, layers and cells stay, whole micro-batches of lost
+rows are dealt to the other cells of their stage, and spare workers make cells where these relieve the busiest stage. Where
+that does not fit the memory, layers may move too, and if need be cells. When a stage has no cell left, both may. Orders are
+those of 1F1B at nominal clocks.
+
+A job goes on as long as a cell can be made: see ``ElasticPlan.over_memory``.
 
 Pure: the same inputs give the same plan on any machine.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 from megatron_elas.planner.backups import place_backups
 from megatron_elas.planner.job_costs import JobCosts, uniform_costs
-from megatron_elas.planner.prediction import Candidate, Predictor
-from megatron_elas.planner.search import Freedom, stay
+from megatron_elas.planner.prediction import stage_tail_s
+from megatron_elas.planner.search import Freedom
 from megatron_elas.planner.situation import Situation
 from megatron_elas.planner.step_plan import Effort, StepPlan, make_plan
-from megatron_elas.schedule.one_f_one_b import stock_warmups
+from megatron_elas.schedule.one_f_one_b import stock_warmup, stock_warmups
 from megatron_elas.schedule.warmups import StagePasses, find_warmups, run_1f1b
 from megatron_elas.spec.cost import JobCost
 from megatron_elas.spec.errors import NoFeasiblePlan
@@ -40,7 +43,12 @@ EXACT_ITEMS = 600
 TIMED_ITEMS = 2_000
 """Of all orders that are timed while workers wait, about."""
 
+MORE_MEMORY = 1.1
+"""By which the limit is raised when no plan fits."""
+
 Items = tuple[tuple[tuple[int, ...], ...], ...]
+Layers = tuple[tuple[int, int], ...]
+"""Of every stage: ``[start, stop)``."""
 
 
 def initial_plan(job: JobSpec, domains: Mapping[int, str], costs: JobCosts | None = None) -> ElasticPlan:
@@ -55,10 +63,9 @@ def initial_plan(job: JobSpec, domains: Mapping[int, str], costs: JobCosts | Non
         BadUsage: The costs are those of another model.
     """
     placement = Placement.initial(job)
-    situation = _situation(job, placement, placement, job.launch_layers, costs or uniform_costs(job))
     items = tuple(share_items(job.num_microbatches, len(stage)) for stage in placement.stages)
     backups = place_backups(placement, domains, job.snapshot_replicas)
-    return _plan(0, situation, stay(situation), placement, items, backups, predicted=costs is not None)
+    return _plan(job, 0, placement, job.launch_layers, items, backups, costs)
 
 
 def replan(
@@ -81,7 +88,7 @@ def replan(
             ``uniform_costs``, and nothing is predicted.
 
     Raises:
-        NoFeasiblePlan: Fewer workers are left than a cell takes, or no plan fits the memory.
+        NoFeasiblePlan: Fewer workers are left than a cell takes.
         BadUsage: The costs are those of another model.
     """
     left = old.placement.without(lost)
@@ -93,15 +100,14 @@ def replan(
             f"checkpoint with --load"
         )
     situation = _situation(job, left, old.placement, old.layers, costs or _roomy_costs(job, workers))
-    found = _find(situation)
+    found, fits = _find(situation)
     placement, backups = found.place(left, domains, before=old.placement, replicas=job.snapshot_replicas)
-    return _plan(
-        epoch, situation, found.candidate, placement, found.micro_batches(), backups, predicted=costs is not None
-    )
+    layers = tuple(pairwise(found.candidate.cuts))
+    return _plan(job, epoch, placement, layers, found.micro_batches(), backups, costs, over_memory=not fits)
 
 
 def _situation(
-    job: JobSpec, left: Placement, before: Placement, layers: tuple[tuple[int, int], ...], costs: JobCosts
+    job: JobSpec, left: Placement, before: Placement, layers: Layers, costs: JobCosts
 ) -> Situation:
     costs.check(job)
     return Situation(
@@ -116,7 +122,7 @@ def _situation(
     )
 
 
-def _filled_bytes(job: JobSpec, before: Placement, layers: tuple[tuple[int, int], ...], cost: JobCost) -> int:
+def _filled_bytes(job: JobSpec, before: Placement, layers: Layers, cost: JobCost) -> int:
     """What the plan before takes on the fullest device. It ran, so there is as much, whatever a profile says."""
     widths = [len(cells) for cells in before.stages]
     most = [-(-job.num_microbatches // width) for width in widths]
@@ -143,12 +149,20 @@ def _roomy_costs(job: JobSpec, workers: int) -> JobCosts:
     return replace(costs, memory_bytes=max(costs.memory_bytes, -(-job.num_layers // deepest)))
 
 
-def _find(situation: Situation) -> StepPlan:
-    freedoms = (REGROUPING,) if situation.lost_stages else (RUNTIME, RESTAGING, REGROUPING)
-    for freedom in freedoms[:-1]:
-        with suppress(NoFeasiblePlan):
-            return make_plan(situation, freedom, _effort(situation))
-    return make_plan(situation, freedoms[-1], _effort(situation))
+def _find(situation: Situation) -> tuple[StepPlan, bool]:
+    """The plan, and whether it fits the memory.
+
+    What a profile says of memory is an estimate, and no reason to end a job. So when nothing fits, limits are raised
+    until something does, which then is near the least that any plan takes.
+    """
+    is_lost = len(situation.lost_stages) > situation.spares
+    freedoms = (REGROUPING,) if is_lost else (RUNTIME, RESTAGING, REGROUPING)
+    for more in count():
+        room = replace(situation, memory_bytes=math.ceil(situation.memory_bytes * MORE_MEMORY**more))
+        for freedom in freedoms:
+            with suppress(NoFeasiblePlan):
+                return make_plan(room, freedom, _effort(room)), more == 0
+    raise AssertionError
 
 
 def _effort(situation: Situation) -> Effort:
@@ -160,39 +174,48 @@ def _effort(situation: Situation) -> Effort:
 
 
 def _plan(
+    job: JobSpec,
     epoch: int,
-    situation: Situation,
-    candidate: Candidate,
     placement: Placement,
+    layers: Layers,
     items: Items,
     backups: tuple[tuple[int, int], ...],
+    costs: JobCosts | None,
     *,
-    predicted: bool,
+    over_memory: bool = False,
 ) -> ElasticPlan:
-    warmups = find_warmups(items)
-    return ElasticPlan(
+    plan = ElasticPlan(
         epoch=epoch,
         placement=placement,
-        layers=tuple(pairwise(candidate.cuts)),
+        layers=layers,
         items=items,
         backups=backups,
-        warmups=warmups,
-        predicted_s=_predict(situation, candidate, items, warmups) if predicted else None,
+        warmups=find_warmups(items),
+        over_memory=over_memory,
     )
+    return plan if costs is None else replace(plan, predicted_s=predict_step_s(job, plan, costs))
 
 
-def _predict(situation: Situation, candidate: Candidate, items: Items, warmups: tuple[int, ...]) -> float:
-    """Seconds of a step of these very orders."""
-    cost, size = situation.cost, situation.job.micro_batch_size
-    sent_s = situation.link.transfer_s(cost.boundary_bytes * size)
-    passes = []
-    for first, last in pairwise(candidate.cuts):
+def predict_step_s(job: JobSpec, plan: ElasticPlan, costs: JobCosts) -> float:
+    """Seconds of a step under a plan, its micro-batches as they are dealt, with 1F1B.
+
+    Raises:
+        BadUsage: The costs are those of another model.
+    """
+    costs.check(job)
+    cost, size = costs.cost, job.micro_batch_size
+    widths = [len(cells) for cells in plan.placement.stages]
+    sent_s = costs.link.transfer_s(cost.boundary_bytes * size)
+    passes, tails = [], []
+    for (first, last), width in zip(plan.layers, widths, strict=True):
         times = cost.stage_times(first, last)
         backward_s = times.input_gradient.seconds(size) + times.weight_gradient.seconds(size)
         passes.append(StagePasses(times.forward.seconds(size), backward_s, sent_s))
-    step_s = run_1f1b(items, warmups, passes)
-    assert step_s is not None
-    return step_s + max(Predictor(situation, exact=False, staggered=False).tails(candidate))
+        tails.append(stage_tail_s(cost, costs.link, first, last, width))
+    warmups = plan.warmups or [stock_warmup(stage, widths) for stage in range(len(widths))]
+    step_s = run_1f1b(plan.items, warmups, passes)
+    assert step_s is not None, f"epoch {plan.epoch}: warm-ups {warmups} get stuck"
+    return step_s + max(tails)
 
 
 def share_items(num_items: int, num_cells: int) -> tuple[tuple[int, ...], ...]:

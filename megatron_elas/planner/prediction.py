@@ -33,7 +33,8 @@ from megatron_elas.schedule.one_f_one_b import stock_warmups
 from megatron_elas.schedule.routes import Flow
 from megatron_elas.schedule.split_backward import split_backward
 from megatron_elas.schedule.timing import Durations, Program
-from megatron_elas.spec.cost import PassTime, StageTimes
+from megatron_elas.spec.cluster import Link
+from megatron_elas.spec.cost import JobCost, PassTime, StageTimes
 
 _STEPS = 6
 """Steps that are timed one after the other to see how they follow each other steadily."""
@@ -189,10 +190,7 @@ class Predictor:
         cost, link = self.situation.cost, self.situation.link
         tails = []
         for (first, last), cells in zip(pairwise(candidate.cuts), candidate.widths, strict=True):
-            parameters = cost.parameters(first, last)
-            reduced = link.ring_s(parameters * cost.gradient_bytes, cells)
-            gathered = link.ring_s(parameters * cost.weight_bytes, cells)
-            tails.append(reduced + cost.optimizer_s(first, last, cells) + gathered)
+            tails.append(stage_tail_s(cost, link, first, last, cells))
         return tuple(tails)
 
     def _energy(
@@ -266,6 +264,14 @@ class Predictor:
         share = busiest_share(job, candidate.widths[stage], candidate.deals[stage])
         batch = job.num_microbatches * job.micro_batch_size
         return share.samples / batch, share.items * job.data_parallel / job.num_microbatches
+
+
+def stage_tail_s(cost: JobCost, link: Link, first: int, last: int, cells: int) -> float:
+    """Seconds of reduction, optimizer and all-gather of a stage of layers ``[first, last)``, none of them overlapped."""
+    parameters = cost.parameters(first, last)
+    reduced = link.ring_s(parameters * cost.gradient_bytes, cells)
+    gathered = link.ring_s(parameters * cost.weight_bytes, cells)
+    return reduced + cost.optimizer_s(first, last, cells) + gathered
 
 
 def stage_loads(situation: Situation, candidate: Candidate) -> tuple[StageLoad, ...]:

@@ -193,6 +193,7 @@ class _Search:
         for candidate in ranked[:4]:
             yield candidate, quick
         if freedom.cells and situation.lost_stages:
+            yield from self._neighbours(0)
             yield from self._other_shares()
         if freedom.layers and "reshape" in freedom.deals and self.still is not None:
             reshaped = stay(situation, deal="reshape")

@@ -45,6 +45,8 @@ class ElasticPlan:
     those of ``schedule.one_f_one_b.stock_warmup``."""
     predicted_s: float | None = None
     """Seconds that a step takes by the costs that the plan was made with; None: they were not known."""
+    over_memory: bool = False
+    """By these costs no plan fits the devices' memory, and this is one that takes little."""
 
     @property
     def num_items(self) -> int:
