@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, count, pairwise, permutations
 from typing import NamedTuple
 
 from megatron_elas.planner.dataflow import busiest_share
@@ -25,6 +25,8 @@ Cells = list[list[Name]]
 
 FEW_CELLS = 16
 """Among more cells even shares waste little, and unequal ones are not looked for."""
+FEW_STAGES = 4
+"""For more, larger stages are put where most cells are, and nowhere else."""
 _GAIN = 1.01
 """By which unequal shares have to be better than even ones."""
 
@@ -212,6 +214,8 @@ def _shares(situation: Situation) -> Iterator[tuple[int, ...]]:
         small, larger = divmod(total, depth)
         even = tuple(min(small + (stage < larger), job.num_microbatches) for stage in range(depth))
         yield _largest_where_most_are(situation, even)
+        if total <= FEW_CELLS and depth <= FEW_STAGES:
+            yield from sorted(set(permutations(even)))
         if depth in unequal and _rate(job.num_microbatches, unequal[depth]) > _rate(job.num_microbatches, even) * _GAIN:
             yield _largest_where_most_are(situation, unequal[depth])
 

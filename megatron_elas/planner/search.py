@@ -26,7 +26,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from megatron_elas.planner.dataflow import DEALS, Deal, busiest_share, is_possible, is_stock
-from megatron_elas.planner.layouts import homes_of, list_layouts, seat_cells
+from megatron_elas.planner.layouts import FEW_STAGES, homes_of, list_layouts, seat_cells
 from megatron_elas.planner.partition import Partitioner
 from megatron_elas.planner.prediction import Candidate, Prediction, Predictor, stage_loads
 from megatron_elas.planner.situation import SPARE, Situation, divided
@@ -37,7 +37,6 @@ CELL_MOVE = 0.01
 """Share of the step time that a plan has to win by moving cells."""
 _SAME = 1e-9
 """Times as near as this are equal: sums in another order."""
-_FEW_STAGES = 4
 _ITEMS_PER_STAGE = 8
 """Micro-batches are not cut further once a cell has as many items for every stage: bubbles are small by then."""
 
@@ -351,7 +350,7 @@ class _Search:
         """Of all pairs of stages where they are few, else from the least to the most busy."""
         busy = self.partitioner.stage_seconds(candidate.cuts, stage_loads(self.situation, candidate))
         by_work = sorted(range(len(busy)), key=lambda stage: busy[stage])
-        few = 2 if len(busy) > _FEW_STAGES else _FEW_STAGES
+        few = 2 if len(busy) > FEW_STAGES else FEW_STAGES
         for giver in by_work[:few]:
             for taker in reversed(by_work[-few:]):
                 widths = list(candidate.widths)

@@ -118,7 +118,9 @@ def test_memory_that_is_too_small_is_said_in_a_sentence() -> None:
     with pytest.raises(NoFeasiblePlan, match="GB: use smaller micro-batches"):
         make_plan(situation(lost=((0, 1),), memory=500))
     with pytest.raises(NoFeasiblePlan, match="stage 0 lost all its cells"):
-        situation(rows=2, lost=((0, 0), (0, 1)))
+        stay(situation(rows=2, lost=((0, 0), (0, 1))))
+    with pytest.raises(NoFeasiblePlan, match="no cell is left"):
+        situation(1, 2, lost=((0, 0), (0, 1)))
 
 
 def test_split_backward_needs_memory_and_is_left_out_without_it() -> None:

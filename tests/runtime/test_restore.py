@@ -279,7 +279,7 @@ def test_a_cell_of_spares_leaves_the_lane_mates_state_where_it_is(crew: Callable
 
 
 def test_a_second_fault_during_the_moves_leaves_the_first_layout_whole(crew: Callable[..., Crew]) -> None:
-    team = crew((1, 3, 2), (2, 2, 2), copies=2)
+    team = crew((1, 3, 2), (2, 2, 2), copies=3)
     plan = team.lose(0, 1)  # the first stage
     errors: dict[int, BaseException] = {}
 
@@ -289,7 +289,12 @@ def test_a_second_fault_during_the_moves_leaves_the_first_layout_whole(crew: Cal
         except EpochChanged as error:
             errors[worker] = error
 
-    victim = next(worker for worker in (4, 5, 3, 2) if _moves(team, plan, worker))
+    base = team.plans[0]
+    victim = next(
+        worker
+        for worker in (4, 5, 3, 2)
+        if _moves(team, plan, worker) and all(set(base.backups_of(owner)) - {0, 1, worker} for owner in (0, 1, worker))
+    )
     others = sorted({2, 3, 4, 5} - {victim})
     waiting = [threading.Thread(target=cut, args=(worker,)) for worker in others]
     for thread in waiting:  # the victim never comes
