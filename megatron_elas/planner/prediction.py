@@ -31,7 +31,7 @@ from megatron_elas.schedule.greedy import Limit
 from megatron_elas.schedule.items import count_samples, micro_batch
 from megatron_elas.schedule.one_f_one_b import stock_warmups
 from megatron_elas.schedule.routes import Flow
-from megatron_elas.schedule.split_backward import split_backward
+from megatron_elas.schedule.split_backward import Stock, split_backward
 from megatron_elas.schedule.timing import Durations, Program
 from megatron_elas.spec.cluster import Link
 from megatron_elas.spec.cost import JobCost, PassTime, StageTimes
@@ -124,6 +124,8 @@ class Predictor:
         self._program: Program | None = None
         """The one that was timed last."""
         self._flows: dict[object, _Dealt] = {}
+        self._stocks: dict[int, Stock] = {}
+        """By the identity of the flow, which is kept."""
 
     def predict(self, candidate: Candidate, tries: int = 1) -> Prediction:
         """The candidate with the best of some orders.
@@ -152,9 +154,13 @@ class Predictor:
             tries=tries,
             split=candidate.split,
             flow=flow,
+            stock=self._stock(flow) if not tries else None,
             measure=period if self.staggered else None,
             least_s=least,
         )
+        stock = self._stocks.get(id(flow))
+        if stock is not None and found.schedule is stock.program.schedule:
+            self._program = stock.program
         self.evaluations += max(1, found.tries)
         tail = 0.0 if self.staggered else max(tails)
         step_s = found.step_s + tail
@@ -219,6 +225,12 @@ class Predictor:
                 steps = job.num_microbatches // job.data_parallel
                 items = ((tuple(micro_batch(m, width) for m in range(steps)),),) * candidate.num_stages
             found = self._flows[key] = _Dealt.of(items)
+        return found
+
+    def _stock(self, flow: Flow) -> Stock:
+        found = self._stocks.get(id(flow))
+        if found is None:
+            found = self._stocks[id(flow)] = Stock.of(flow)
         return found
 
     def _durations(self, candidate: Candidate, clocks: Sequence[float] | None = None) -> Durations:

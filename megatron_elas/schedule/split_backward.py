@@ -21,7 +21,7 @@ from megatron_elas.schedule.greedy import NO_MATTER, Limit, Problem, Run, Taste
 from megatron_elas.schedule.items import count_samples
 from megatron_elas.schedule.one_f_one_b import one_f_one_b_program, stock_warmups
 from megatron_elas.schedule.routes import Flow
-from megatron_elas.schedule.timing import Deadlock, Durations
+from megatron_elas.schedule.timing import Deadlock, Durations, Program
 from megatron_elas.spec.cost import StageTimes
 
 ENOUGH = 1 + 1e-9
@@ -39,6 +39,33 @@ class Found:
     tries: int
 
 
+class Stock(NamedTuple):
+    """1F1B of some items, to be timed again and again."""
+
+    program: Program
+    peaks: tuple[tuple[float, ...], ...]
+    """Of every stage and cell: most samples that it holds at once."""
+
+    @staticmethod
+    def of(flow: Flow) -> Stock:
+        """From the items alone."""
+        program = one_f_one_b_program(flow.stages, flow=flow)
+        schedule = program.schedule
+        peaks = tuple(
+            tuple(peak_samples(schedule, stage, cell) for cell in range(len(cells)))
+            for stage, cells in enumerate(flow.stages)
+        )
+        return Stock(program, peaks)
+
+    def seconds(
+        self, durations: Durations, limits: Sequence[Limit], measure: Callable[[Schedule], float] | None = None
+    ) -> float:
+        """Of the step; infinite where it does not fit."""
+        if any(max(own) > limit.samples + 1e-9 for own, limit in zip(self.peaks, limits, strict=True)):
+            return float("inf")
+        return measure(self.program.schedule) if measure else self.program.run(durations).step_s
+
+
 def split_backward(
     items: Sequence[StageItems],
     durations: Durations,
@@ -47,6 +74,7 @@ def split_backward(
     tries: int = 12,
     split: bool = True,
     flow: Flow | None = None,
+    stock: Stock | None = None,
     measure: Callable[[Schedule], float] | None = None,
     least_s: float | None = None,
 ) -> Found:
@@ -59,6 +87,7 @@ def split_backward(
         tries: Most orders to try, besides 1F1B. One takes some ten times as long as timing an order that is there.
         split: False: weight gradients stay part of backward passes.
         flow: Of the items, when there is one already.
+        stock: The same.
         measure: Seconds that a schedule is judged by, instead of those from its begin to its end.
         least_s: What ``measure`` never falls below; without it, the bound of a step from begin to end.
 
@@ -86,27 +115,14 @@ def split_backward(
         if seconds < best_s:
             best, best_s = run, seconds
         tastes.tell(taste, seconds)
-    stock = None if best_s <= bound * ENOUGH else _stock(flow, durations, limits, measure)
-    if stock is not None and stock[1] < best_s:
-        return Found(schedule=stock[0], step_s=stock[1], bound_s=bound, tries=count)
+    if best_s > bound * ENOUGH:
+        stock = stock or Stock.of(flow)
+        stock_s = stock.seconds(durations, limits, measure)
+        if stock_s < best_s:
+            return Found(schedule=stock.program.schedule, step_s=stock_s, bound_s=bound, tries=count)
     if best is None:
         raise failure or Deadlock("1F1B of these items does not fit the memory: allow tries, or make items smaller")
     return Found(schedule=best.schedule(), step_s=best_s, bound_s=bound, tries=count)
-
-
-def _stock(
-    flow: Flow, durations: Durations, limits: Sequence[Limit], measure: Callable[[Schedule], float] | None
-) -> tuple[Schedule, float] | None:
-    """1F1B and its seconds; None where it does not fit."""
-    program = one_f_one_b_program(flow.stages, flow=flow)
-    schedule = program.schedule
-    fits = all(
-        peak_samples(schedule, stage, cell, limits[stage].kept_share) <= limits[stage].samples + 1e-9
-        for stage, cell in schedule.cells()
-    )
-    if not fits:
-        return None
-    return schedule, measure(schedule) if measure else program.run(durations).step_s
 
 
 def bound_s(
