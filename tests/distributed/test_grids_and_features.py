@@ -15,6 +15,7 @@ The number of layers that does not divide is 7 over 2, 30 over 4 or 43 over 3; t
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,7 +64,9 @@ def assert_lost_and_gone_on(configuration: Configuration, run: Run, first: int, 
     left = plan.placement
     assert run.records("final").keys() == set(left.workers)
     assert_nothing_stale(run)
-    assert f"now      {left.describe()}" in run.output
+    now = re.findall(r"^now +(.*)", run.output, re.MULTILINE)[-1]
+    seated = [int(worker) for cell in re.findall(r"\[([\d,]+)\]", now) for worker in cell.split(",")]
+    assert sorted(seated) == sorted(left.workers), now
 
 
 def test_every_two_features_meet() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_elas.spec.errors import ExitCode
 from megatron_elas.spec.faults import PHASES_WITH_MICROBATCH, RECOVERY_PHASES, Fault, FaultKind, FaultPhase
 from tests.fault.runs import Run, run_job
-from tests.fault.settings import Outlook, Setting
+from tests.fault.settings import BY_PROFILE, Outlook, Setting
 from tests.fault.verdict import Verdict, judge
 from tests.fault.warm_launcher import WarmLauncher
 
@@ -59,6 +59,7 @@ def run_scenario(scenario: Scenario, folder: Path, warm: WarmLauncher, *, timeou
     return run_job(
         folder, flags, workers=scenario.setting.workers, faults=[*map(str, scenario.faults)], steps=scenario.steps,
         batch=scenario.setting.batch, model=scenario.setting.model, timeout_s=timeout_s, warm=warm,
+        launcher_flags=BY_PROFILE,
         environ={"ELAS_TEST_TRACE": "1", "TMPDIR": str(temporary)},
     )  # fmt: skip
 

@@ -10,16 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from megatron_elas.planner.job_costs import JobCosts
 from megatron_elas.planner.plan import initial_plan, replan
+from megatron_elas.spec.cluster import load_cluster
 from megatron_elas.spec.errors import ExitCode, NoFeasiblePlan
 from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.job_profile import JobProfile
 from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.shape import ModelShape, TrainingShape
 from tests.fault.runs import LLAMA, TRAINING
 
+BY_PROFILE = ("--costs=profile",)
+"""To the launcher: plans that follow from the grid and the model alone, and not from what steps took."""
 RECOMPUTE = ("--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """A job."""
 
@@ -68,6 +74,39 @@ class Setting:
             stage_layers=(self.layers // self.pipeline,) * self.pipeline,
             snapshot_replicas=self.replicas,
         )
+
+    @cached_property
+    def costs(self) -> JobCosts:
+        """That the job plans with under ``BY_PROFILE``."""
+        shape = ModelShape(
+            layers=(self.layers // self.pipeline,) * self.pipeline,
+            hidden=32,
+            ffn=64,
+            heads=4,
+            kv_heads=2,
+            head_size=8,
+            vocab=256,
+            positions=0,
+            sequence=32,
+            norm_vectors=1,
+            qk_norm=False,
+            gated=True,
+            linear_bias=False,
+            qkv_bias=False,
+            tied=self.tied,
+        )
+        training = TrainingShape(
+            weight_bytes=2 if self.bf16 else 4,
+            gradient_bytes=4,
+            sharded_optimizer=True,
+            sequence_parallel=self.sequence_parallel,
+            recompute="full" if self.recompute else "none",
+            hidden_dropout=False,
+            attention_dropout=False,
+            keeps_scores=True,
+        )
+        profile = JobProfile(name="tiny", spec=self.job, shape=shape, training=training)
+        return JobCosts.of(profile, load_cluster("cpu"))
 
     @property
     def layers(self) -> int:
@@ -121,14 +160,14 @@ class Outlook:
     @cache
     def of(setting: Setting) -> Outlook:
         """Before the first loss."""
-        return Outlook(setting=setting, plan=initial_plan(setting.job, {}))
+        return Outlook(setting=setting, plan=initial_plan(setting.job, {}, setting.costs))
 
     @cached_property
     def next_plan(self) -> ElasticPlan:
         """The plan without those who are lost. Raises NoFeasiblePlan."""
         if not self.lost:
             return self.plan
-        return replan(self.setting.job, self.plan, self.lost, self.plan.epoch + 1, {})
+        return replan(self.setting.job, self.plan, self.lost, self.plan.epoch + 1, {}, self.setting.costs)
 
     def without(self, worker: int) -> Outlook:
         """After one more loss, before anybody has recovered from it."""
