@@ -32,7 +32,7 @@ _GAIN = 1.01
 
 
 class Layout(NamedTuple):
-    """Cells of every stage to be, each named by the stage that it is on now and its row; ascending by ``row_names``."""
+    """Cells of every stage to be, each named by the stage that it is on now and its row; ascending by ``names``."""
 
     rows: Rows
     origins: Rows
@@ -40,8 +40,22 @@ class Layout(NamedTuple):
 
     @property
     def homes(self) -> tuple[int, ...]:
-        """Of every stage to be: the stage that most of its cells are on now; SPARE where all are new."""
-        return tuple(map(_home, self.origins))
+        """Of every stage to be: the stage that most of its cells are on now; SPARE where all are new.
+
+        Of several, the one whose cells mostly go there.
+        """
+        goals = _goals(self.origins)
+        homes = []
+        for stage, own in enumerate(self.origins):
+            counts = Counter(origin for origin in own if origin != SPARE)
+            claims = {origin: (cells, goals[origin] == stage) for origin, cells in sorted(counts.items())}
+            homes.append(max(claims, key=claims.__getitem__, default=SPARE))
+        return tuple(homes)
+
+    @property
+    def names(self) -> Rows:
+        """Of every stage to be: rows of its cells once they are there, all different."""
+        return tuple(map(_row_names, self.rows, self.origins, self.homes))
 
 
 def list_layouts(situation: Situation, *, cells: bool = True) -> tuple[Layout, ...]:
@@ -98,24 +112,28 @@ def homes_of(situation: Situation, origins: Rows) -> tuple[int, ...]:
         situation: Before.
         origins: As in ``Layout``.
     """
-    goals = [Counter[int]() for _ in range(situation.num_stages)]
-    for stage, own in enumerate(origins):
-        for origin, cells in Counter(own).items():
-            if origin != SPARE:
-                goals[origin][stage] += cells
+    goals = _goals(origins)
     homes: list[int] = []
-    for (first, last), goal in zip(pairwise(situation.cuts), goals, strict=True):
-        homes += [max(goal, key=goal.__getitem__) if goal else -1] * (last - first)
+    for stage, (first, last) in enumerate(pairwise(situation.cuts)):
+        homes += [goals.get(stage, -1)] * (last - first)
     return tuple(homes)
 
 
-def row_names(rows: Sequence[int], origins: Sequence[int]) -> tuple[int, ...]:
-    """Of a stage's cells, in any order: their rows once they are there, all different.
+def _goals(origins: Rows) -> dict[int, int]:
+    """Of every stage that cells come from: the stage to be to which most of them go."""
+    cells: dict[int, Counter[int]] = {}
+    for stage, own in enumerate(origins):
+        for origin, number in Counter(own).items():
+            cells.setdefault(origin, Counter())[stage] += number
+    return {origin: max(own, key=own.__getitem__) for origin, own in cells.items() if origin != SPARE}
 
-    Of several with one row, that of the stage that most cells come from keeps it, else that of the earliest stage. The
-    others, and spare cells, get free rows, the lowest first.
+
+def _row_names(rows: Sequence[int], origins: Sequence[int], home: int) -> tuple[int, ...]:
+    """Of a stage's cells, in any order.
+
+    Of several with one row, that of the home stage keeps it, else that of the earliest one. The others, and spare cells,
+    get free rows, the lowest first.
     """
-    home = _home(origins)
     by_claim = sorted(range(len(rows)), key=lambda cell: (origins[cell] != home, origins[cell], rows[cell]))
     keepers: dict[int, int] = {}
     for cell in by_claim:
@@ -129,19 +147,16 @@ def row_names(rows: Sequence[int], origins: Sequence[int]) -> tuple[int, ...]:
     return tuple(names[cell] for cell in range(len(rows)))
 
 
-def _home(origins: Sequence[int]) -> int:
-    counts = Counter(origin for origin in origins if origin != SPARE)
-    return max(sorted(counts), key=counts.__getitem__, default=SPARE)
-
-
 def _layout(cells: Cells) -> Layout:
-    rows, origins = [], []
-    for own in cells:
-        names = row_names([row for _, row in own], [stage for stage, _ in own])
-        ordered = [cell for _, cell in sorted(zip(names, own, strict=True))]
-        rows.append(tuple(row for _, row in ordered))
-        origins.append(tuple(stage for stage, _ in ordered))
-    return Layout(rows=tuple(rows), origins=tuple(origins))
+    named = _listed(cells).names
+    return _listed([[cell for _, cell in sorted(zip(*own, strict=True))] for own in zip(named, cells, strict=True)])
+
+
+def _listed(cells: Cells) -> Layout:
+    return Layout(
+        rows=tuple(tuple(row for _, row in own) for own in cells),
+        origins=tuple(tuple(stage for stage, _ in own) for own in cells),
+    )
 
 
 def _spare_cells(situation: Situation) -> list[Name]:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from megatron_elas.planner.cost_model import stage_durations, stage_limits
 from megatron_elas.planner.dataflow import Deal, busiest_share, deal_items
-from megatron_elas.planner.layouts import row_names
+from megatron_elas.planner.layouts import Layout
 from megatron_elas.planner.partition import StageLoad
 from megatron_elas.planner.situation import Rows, Situation, divided
 from megatron_elas.schedule.actions import Schedule, StageItems
@@ -68,8 +68,8 @@ class Candidate:
 
     @property
     def names(self) -> Rows:
-        """Of every stage to be: rows of its cells once they are there, ascending; see ``layouts.row_names``."""
-        return tuple(map(row_names, self.rows, self.origins))
+        """Of every stage to be: rows of its cells once they are there, ascending; see ``layouts.Layout``."""
+        return Layout(self.rows, self.origins).names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

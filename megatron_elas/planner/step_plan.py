@@ -196,7 +196,9 @@ class StepPlan:
             "mix": "takes whole micro-batches over and shares the last ones sample by sample",
         }
         for stage, (rows, deal) in enumerate(zip(new.rows, new.deals, strict=True)):
-            if not is_stock(job, rows):
+            if len(rows) > job.data_parallel:
+                lines.append(f"Stage {stage} deals its micro-batches to more cells than there are rows.")
+            elif not is_stock(job, rows):
                 lines.append(f"Stage {stage} {words[deal]}.")
         split = any(self.prediction.schedule.is_split(*place) for place in self.prediction.schedule.cells())
         if split:

@@ -261,3 +261,32 @@ def test_the_busiest_share_is_that_of_the_items(now: Situation) -> None:
         cells = plan.items(stage)
         assert load.samples == share.samples == max(sum(item.samples for item in own) for own in cells)
         assert share.items >= max(len(own) for own in cells) or share.items == len(cells[0])
+
+
+@settings(max_examples=25, deadline=None)
+@given(now=situations(), data=st.data())
+def test_lost_stages_and_spare_cells_are_planned_for_too(now: Situation, data: st.DataObject) -> None:
+    gone = data.draw(st.sets(st.integers(0, now.num_stages - 1), max_size=now.num_stages - 1), label="lost stages")
+    now = replace(
+        now.without([(stage, row) for stage in gone for row in now.rows[stage]]), spares=data.draw(st.integers(0, 2))
+    )
+    plan = plan_of(now)
+    if plan is None:
+        return
+    new = plan.candidate
+    check_schedule(
+        plan.prediction.schedule,
+        stage_limits(now.cost, new.cuts, [plan.items(stage) for stage in range(new.num_stages)], now.memory_bytes),
+    )
+    assert plan.nothing is None or plan.prediction.step_s <= plan.nothing.step_s * (1 + 1e-9)
+    assert (plan.nothing is None) or not gone
+    # State comes from live cells, from the nearest stage where nobody of the own one is left, and goes to seated ones.
+    alive = {(stage, row) for stage, rows in enumerate(now.rows) for row in rows}
+    seated = {
+        name for origins, rows in zip(new.origins, new.rows, strict=True) for name in zip(origins, rows, strict=True)
+    }
+    for move in plan.moves():
+        assert move.source in alive and move.target in seated and move.source != move.target
+    settled = plan.carried_out()
+    assert settled.num_cells == now.num_cells and not settled.lost_stages
+    assert not gone or "a stage has no cell left" in plan.explain()
