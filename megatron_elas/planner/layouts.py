@@ -131,8 +131,8 @@ def _goals(origins: Rows) -> dict[int, int]:
 def _row_names(rows: Sequence[int], origins: Sequence[int], home: int) -> tuple[int, ...]:
     """Of a stage's cells, in any order.
 
-    Of several with one row, that of the home stage keeps it, else that of the earliest one. The others, and spare cells,
-    get free rows, the lowest first.
+    Of several with one row, that of the home stage keeps it, else that of the earliest one. The others, and spare
+    cells, get free rows, the lowest first.
     """
     by_claim = sorted(range(len(rows)), key=lambda cell: (origins[cell] != home, origins[cell], rows[cell]))
     keepers: dict[int, int] = {}

@@ -235,9 +235,7 @@ class _Memory:
             reach.append(last)
         return reach
 
-    def _reach_of_same(
-        self, load: StageLoad, memory_bytes: float, firsts: int, outer: Sequence[UnitCost]
-    ) -> list[int]:
+    def _reach_of_same(self, load: StageLoad, memory_bytes: float, firsts: int, outer: Sequence[UnitCost]) -> list[int]:
         """As above, by the same sums, where a pass needs as much working memory in every layer."""
         cost, layers = self.cost, self.cost.num_layers
         parameters, activations, in_flight = self.parameters, self.activations, load.in_flight

@@ -1,9 +1,9 @@
 """The running job's plan: that of the step planner, with the freedom that the runtime has.
 
-As long as every stage has a cell, or spare workers make one for it, layers and cells stay, whole micro-batches of lost
-rows are dealt to the other cells of their stage, and spare workers make cells where these relieve the busiest stage. Where
-that does not fit the memory, layers may move too, and if need be cells. When a stage has no cell left, both may. Orders are
-those of 1F1B at nominal clocks.
+As long as every stage has a cell, or spare workers make one for it, layers and cells stay, whole micro-batches of
+lost rows are dealt to the other cells of their stage, and spare workers make cells where these relieve the busiest
+stage. Where that does not fit the memory, layers may move too, and if need be cells. When a stage has no cell left,
+both may. Orders are those of 1F1B at nominal clocks.
 
 A job goes on as long as a cell can be made: see ``ElasticPlan.over_memory``.
 
@@ -106,9 +106,7 @@ def replan(
     return _plan(job, epoch, placement, layers, found.micro_batches(), backups, costs, over_memory=not fits)
 
 
-def _situation(
-    job: JobSpec, left: Placement, before: Placement, layers: Layers, costs: JobCosts
-) -> Situation:
+def _situation(job: JobSpec, left: Placement, before: Placement, layers: Layers, costs: JobCosts) -> Situation:
     costs.check(job)
     return Situation(
         job=job,

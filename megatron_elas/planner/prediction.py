@@ -279,7 +279,7 @@ class Predictor:
 
 
 def stage_tail_s(cost: JobCost, link: Link, first: int, last: int, cells: int) -> float:
-    """Seconds of reduction, optimizer and all-gather of a stage of layers ``[first, last)``, none of them overlapped."""
+    """Seconds of reduction, optimizer and all-gather of the stage of layers ``[first, last)``, none overlapped."""
     parameters = cost.parameters(first, last)
     reduced = link.ring_s(parameters * cost.gradient_bytes, cells)
     gathered = link.ring_s(parameters * cost.weight_bytes, cells)

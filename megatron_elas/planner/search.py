@@ -26,7 +26,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from megatron_elas.planner.dataflow import DEALS, Deal, busiest_share, is_possible, is_stock
-from megatron_elas.planner.layouts import FEW_STAGES, homes_of, list_layouts, seat_cells
+from megatron_elas.planner.layouts import FEW_STAGES, Layout, homes_of, list_layouts, seat_cells
 from megatron_elas.planner.partition import Partitioner
 from megatron_elas.planner.prediction import Candidate, Prediction, Predictor, stage_loads
 from megatron_elas.planner.situation import SPARE, Situation, divided
@@ -391,4 +391,3 @@ class _Search:
                     cuts[boundary] += 1
                 if taker != giver and all(first < last for first, last in pairwise(cuts)):
                     yield replace(candidate, cuts=tuple(cuts))
-

@@ -14,8 +14,8 @@ def seat_workers(candidate: Candidate, left: Placement, tensor_parallel: int, be
     """The placement that a candidate describes.
 
     Whole cells stay together. Spare workers make the others: who was in the lane comes first, of these who was in the
-    stage that most of the new cell's neighbours come from, then the lowest number; lanes that nobody is left for are given
-    to the others.
+    stage that most of the new cell's neighbours come from, then the lowest number; lanes that nobody is left for are
+    given to the others.
 
     Args:
         candidate: Cells of ``left``, by stage and row, and spare ones.

@@ -53,9 +53,7 @@ class Situation:
             if len(set(rows)) < len(rows):
                 raise BadUsage(f"stage {stage} has two cells of one row: {list(rows)}")
         if not self.num_cells:
-            raise NoFeasiblePlan(
-                "no cell is left: restart on more workers from the newest checkpoint with --load"
-            )
+            raise NoFeasiblePlan("no cell is left: restart on more workers from the newest checkpoint with --load")
 
     @staticmethod
     def of(job: JobProfile, cluster: Cluster, lost: Collection[tuple[int, int]] = ()) -> Situation:

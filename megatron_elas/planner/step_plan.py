@@ -142,8 +142,8 @@ class StepPlan:
         """Workers in the plan's cells, and (owner, backup) in different failure domains where there are such.
 
         Args:
-            old: Without the lost workers. Cells that move may get another row, see ``Candidate.names``; workers of cells
-                that the plan does not seat are spare.
+            old: Without the lost workers. Cells that move may get another row, see ``Candidate.names``; workers of
+                cells that the plan does not seat are spare.
             domains: Of every worker.
             before: With the lost workers: spare ones keep the lanes that they had in it where they can.
             replicas: Backups of every worker.
@@ -154,9 +154,7 @@ class StepPlan:
     def carried_out(self) -> Situation:
         """The situation once cells, layers and state are where the plan wants them; what the next loss starts from."""
         spares = self.situation.num_cells - sum(self.candidate.widths)
-        return replace(
-            self.situation, cuts=self.candidate.cuts, rows=self.candidate.names, held=None, spares=spares
-        )
+        return replace(self.situation, cuts=self.candidate.cuts, rows=self.candidate.names, held=None, spares=spares)
 
     def explain(self) -> str:
         """What the plan does and why, in sentences."""

@@ -1,11 +1,11 @@
 """1F1B of whole micro-batches, as the running job has it: warm-ups that cannot get stuck, and the seconds of a step.
 
-The same as ``one_f_one_b_program`` and ``Program.run`` for items that all are whole micro-batches and cells of a stage that
-are equally fast, in a tenth of their time: nothing is built, every cell goes through its order as far as it gets.
+The same as ``one_f_one_b_program`` and ``Program.run`` for items that all are whole micro-batches and cells of a stage
+that are equally fast, in a tenth of their time: nothing is built, every cell goes through its order as far as it gets.
 
 Besides its input, a stage's first forward pass may wait for all cells of the stage: they join in an all-gather of
-parameters (Megatron's ``--overlap-param-gather``) once each of them has its input. An order that gets stuck then, though
-it would not without, is no order for the running job.
+parameters (Megatron's ``--overlap-param-gather``) once each of them has its input. An order that gets stuck then,
+though it would not without, is no order for the running job.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ _MISSING = -1.0
 
 
 class _Run:
-    def __init__(
-        self, numbers: Numbers, warmups: Sequence[int], times: Sequence[StagePasses], *, joined: bool
-    ) -> None:
+    def __init__(self, numbers: Numbers, warmups: Sequence[int], times: Sequence[StagePasses], *, joined: bool) -> None:
         total = sum(map(len, numbers[0]))
         self.numbers, self.warmups, self.times = numbers, warmups, times
         self.cells = [(stage, own) for stage, cells in enumerate(numbers) for own in cells]

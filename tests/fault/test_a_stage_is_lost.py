@@ -118,7 +118,7 @@ def test_both_cells_of_a_stage_are_lost(
 ) -> None:
     """At once, an owner and its first backup: that is its replica, the second one is on the other stage."""
     run = lose(name, [kill(worker, 6) for worker in workers], tmp_path, "--elastic-snapshot-replicas=2")
-    # In bf16 gradients are rounded per cell, and there may be as many cells of all layers as there were of half of them.
+    # In bf16 gradients are rounded per cell, and cells of all layers may be as many as cells of half of them were.
     loose = {"relative": 1e-4, "state_error": 5e-2} if name.endswith("bf16") else {}
     assert_same_model(run, calm[name], **loose)
     assert_nothing_stale(run)

@@ -123,9 +123,7 @@ def test_stages_that_keep_a_cell_keep_their_layers_and_cells_unless_another_one_
 
 @given(given_job=jobs_with_costs(), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_no_plan_is_slower_than_to_do_nothing(
-    given_job: tuple[JobSpec, JobCosts | None], data: st.DataObject
-) -> None:
+def test_no_plan_is_slower_than_to_do_nothing(given_job: tuple[JobSpec, JobCosts | None], data: st.DataObject) -> None:
     job, costs = given_job
     costs = costs or JobCosts(cost=cost(job.num_layers), memory_bytes=1_000_000, link=LINK)
     costs = replace(costs, memory_bytes=1_000_000)
@@ -139,9 +137,7 @@ def test_no_plan_is_slower_than_to_do_nothing(
     items = tuple(
         tuple(tuple(item.number for item in own) for own in deal_items(job, own_rows, "reroute")) for own_rows in rows
     )
-    nothing = replace(
-        first, placement=replace(left, spares=()), items=items, warmups=find_warmups(items), epoch=1
-    )
+    nothing = replace(first, placement=replace(left, spares=()), items=items, warmups=find_warmups(items), epoch=1)
     assert plan.predicted_s is not None
     assert plan.predicted_s <= predict_step_s(job, nothing, costs) * (1 + 1e-9)
 

@@ -40,9 +40,7 @@ def lose(job: JobSpec, *losses: set[int], costs: JobCosts | None = None) -> Elas
 
 
 def costs_of(layers: int, *, head: float = 1.0, memory: int = 1_000_000) -> JobCosts:
-    return JobCosts(
-        cost=cost(layers, head=head), memory_bytes=memory, link=Link(bandwidth=1e6, latency_s=0.001)
-    )
+    return JobCosts(cost=cost(layers, head=head), memory_bytes=memory, link=Link(bandwidth=1e6, latency_s=0.001))
 
 
 @pytest.mark.parametrize("order", [(1, 2, 0), (3, 0, 1), (0, 1, 2)])
@@ -82,7 +80,7 @@ def test_no_stage_gets_more_cells_than_there_are_micro_batches() -> None:
     assert all(len(cells) <= 4 for cells in plan.placement.stages)
     job = make_job((1, 3, 4), 1, 1, 1, per_row=1)
     plan = lose(job, {0, 1, 2, 3}, costs=costs_of(3))
-    assert all(1 <= len(own) for items in plan.items for own in items)
+    assert all(len(own) >= 1 for items in plan.items for own in items)
 
 
 CASES = [

@@ -42,9 +42,7 @@ def program_of(numbers: Numbers, warmups: Sequence[int]) -> Program | None:
 @settings(max_examples=200, deadline=None)
 def test_times_and_deadlocks_are_those_of_the_general_timing(numbers: Numbers, data: st.DataObject) -> None:
     warmups = [data.draw(st.integers(0, 6)) for _ in numbers]
-    times = [
-        StagePasses(*data.draw(st.tuples(*(st.integers(0, 9) for _ in range(3))), label="times")) for _ in numbers
-    ]
+    times = [StagePasses(*data.draw(st.tuples(*(st.integers(0, 9) for _ in range(3))), label="times")) for _ in numbers]
     program = program_of(numbers, warmups)
     found = run_1f1b(numbers, warmups, times)
     if program is None:
@@ -99,7 +97,7 @@ def gets_through_with_a_barrier(numbers: Numbers, warmups: Sequence[int]) -> boo
                     ran.add((stage, kind, item))
                     done[stage][cell] += 1
                     moved = True
-    return all(at == len(order) for own, cells in zip(done, orders, strict=True) for at, order in zip(own, cells))
+    return done == [[len(order) for order in cells] for cells in orders]
 
 
 def order_of(own: Sequence[int], ahead: int) -> list[tuple[str, int]]:
@@ -118,7 +116,5 @@ def test_a_narrow_stage_in_front_of_a_wide_one_feeds_all_its_cells_first() -> No
 
 @pytest.mark.parametrize("widths", [(4, 4, 4), (4, 3, 4), (1, 4, 2)])
 def test_stock_warm_ups_stay_where_they_are_enough(widths: tuple[int, ...]) -> None:
-    numbers = [
-        [[item.number for item in own] for own in reroute(16, 1, range(width), 4)] for width in widths
-    ]
+    numbers = [[[item.number for item in own] for own in reroute(16, 1, range(width), 4)] for width in widths]
     assert find_warmups(numbers) == tuple(stock_warmup(stage, widths) for stage in range(len(widths)))
