@@ -3,7 +3,7 @@
     make bench-planner
     make bench-planner ARGS="--grids pp8dp2m32b2"
 
-Predicted, on the profiles of a job and a device; nothing is trained. For every grid and loss a line of a table, then
+Predicted, on the profiles of jobs and devices; nothing is trained. For every grid and loss a line of a table, then
 lines ``RESULT name=value unit``:
 
 * ``share@GRID/LOSS``: samples per second after the loss, relative to stock 1F1B without a loss and to the share of
@@ -11,16 +11,22 @@ lines ``RESULT name=value unit``:
 * ``own@GRID/LOSS``: the same, relative to what ours predicts without a loss instead of stock 1F1B;
 * ``quick@GRID/LOSS``: step time of the plan that is made while workers wait, relative to that of the thorough one,
   which all other figures are of; both timed exactly;
+* ``job@GRID/LOSS``: samples per second of the plan that the running job carries out today, relative to ours: its
+  runtime moves whole micro-batches in the order of 1F1B;
 * ``vs_POLICY@GRID/LOSS``: samples per second of ours relative to that policy's; ``no plan`` where it cannot go on;
 * ``share_min``, ``own_min``, ``vs_POLICY_min``: the least of all; ``quick_max``: the most;
   ``share_min@m>=4pp``: of grids with four micro-batches per stage and row, or more;
   ``vs_POLICY_min@paper``: of grids like those that ElasWave is about, two rows and a deep pipeline: ``PAPER_LIKE``;
-* ``plan_ms@96``, ``plan_s@100000``: median processor time of a plan made while workers wait.
+* ``boost_time@GRID/LOSS/PLAN``, ``boost_energy``, ``slow_time``, ``slow_energy``: step time and energy of a step, with
+  the clocks of the busiest stages raised, or of waiting stages lowered, relative to the nominal clock;
+* ``plan_ms@96``, ``plan_s@100000``: median processor time of the planning thread, of a plan made while workers wait;
+  ``plan_wall_ms@96``, ``plan_wall_s@100000``: by the clock on the wall, which other load on the machine makes longer.
 
-A grid is written ``pp8dp2m32b2``: stages, rows, micro-batches per row, samples in each.
+A grid is written ``pp8dp2m32b2``: stages, rows, micro-batches per row, samples in each. Those of the second job and
+device are named after these: ``13b-h100.pp8dp2m32b2``.
 
-ReCycle staggers its optimizers; the others, stock 1F1B, and all figures of ours but one are synchronous. That one is
-``vs_recycle``, where both are staggered; ``sync_vs_recycle`` is ours, synchronous, against ReCycle, staggered.
+ReCycle staggers its optimizers, so that a step's tail hides behind the next one's begin. All others are synchronous:
+also ours, but in ``staggered_vs_recycle``, where both are staggered.
 """
 
 from __future__ import annotations
@@ -33,9 +39,13 @@ import statistics
 import time
 from collections import defaultdict
 from dataclasses import replace
+from typing import NamedTuple
 
+from megatron_elas.planner.clocks import Clocked
+from megatron_elas.planner.plan import RUNTIME
 from megatron_elas.planner.policies import POLICIES, PolicyStep, ours, recycle, stock
 from megatron_elas.planner.prediction import Predictor
+from megatron_elas.planner.search import Freedom
 from megatron_elas.planner.situation import Situation
 from megatron_elas.planner.step_plan import QUICK, Effort, make_plan
 from megatron_elas.schedule.timing import Deadlock
@@ -62,7 +72,10 @@ GRIDS = (
     "pp12dp6m24b1",
 )
 PAPER_LIKE = ("pp8dp2m16b6", "pp8dp2m32b2", "pp12dp2m24b6", "pp12dp2m48b2")
-COLUMNS = ("vs_recycle", "sync_vs_recycle", "vs_torchft", "vs_oobleck", "vs_elaswave", "vs_restart")
+OTHER_GRIDS = ("pp4dp3m16b4", "pp8dp2m16b6", "pp8dp2m32b2", "pp8dp6m16b1")
+"""Of the second job and device."""
+CLOCK_GRIDS = ("pp4dp3m32b3", "pp8dp2m32b2")
+COLUMNS = ("vs_recycle", "staggered_vs_recycle", "vs_torchft", "vs_oobleck", "vs_elaswave", "vs_restart")
 RIVALS = ("torchft", "oobleck", "elaswave", "restart")
 
 
@@ -109,6 +122,17 @@ def quick_ratio(now: Situation, thorough: PolicyStep) -> float | None:
     return found.step_s / thorough.step_s
 
 
+class Line(NamedTuple):
+    """What is said of a loss. None: there is no such plan."""
+
+    share: float
+    own: float
+    quick: float | None
+    job: float | None
+    ratios: dict[str, float | None]
+    bound: str
+
+
 class Table:
     """Prints a line per loss, and keeps what is least."""
 
@@ -116,32 +140,32 @@ class Table:
         self.shares: dict[str, float] = {}
         self.owns: list[float] = []
         self.quicks: list[float] = []
+        self.jobs: list[float] = []
         self.ratios: dict[str, dict[str, float]] = defaultdict(dict)
         self.results: list[str] = []
-        titles = "".join(f"{name:>16}" for name in COLUMNS)
-        print(f"{'grid':14}{'loss':12}{'share':>7}{'own':>7}{'quick':>8}{titles}  bound")
 
-    def add(
-        self,
-        grid: str,
-        loss: str,
-        share: float,
-        own: float,
-        quick: float | None,
-        ratios: dict[str, float | None],
-        bound: str,
-    ) -> None:
+    def begin(self, title: str) -> None:
+        """A job's losses follow."""
+        titles = "".join(f"{name.replace('staggered', 'stag'):>16}" for name in COLUMNS)
+        print(f"\n{title}\n{'grid':22}{'loss':12}{'share':>7}{'own':>7}{'quick':>8}{'job':>8}{titles}  bound")
+
+    def add(self, name: str, line: Line) -> None:
         """One loss."""
-        name = f"{grid}/{loss}"
-        columns = "".join(f"{_text(ratios[column]):>16}" for column in COLUMNS)
-        print(f"{grid:14}{loss:12}{share:7.3f}{own:7.3f}{_text(quick):>8}{columns}  {bound}", flush=True)
-        self.shares[name] = share
-        self.owns.append(own)
-        if quick is not None:
-            self.quicks.append(quick)
-        for what, value in (("share", share), ("own", own), ("quick", quick)):
+        grid, _, loss = name.partition("/")
+        columns = "".join(f"{_text(line.ratios[column]):>16}" for column in COLUMNS)
+        quick, job = _text(line.quick), _text(line.job)
+        print(
+            f"{grid:22}{loss:12}{line.share:7.3f}{line.own:7.3f}{quick:>8}{job:>8}{columns}  {line.bound}", flush=True
+        )
+        self.shares[name] = line.share
+        self.owns.append(line.own)
+        if line.quick is not None:
+            self.quicks.append(line.quick)
+        if line.job is not None:
+            self.jobs.append(line.job)
+        for what, value in (("share", line.share), ("own", line.own), ("quick", line.quick), ("job", line.job)):
             self.results.append(f"{what}@{name}={_text(value)} ratio")
-        for rival, ratio in ratios.items():
+        for rival, ratio in line.ratios.items():
             self.results.append(f"{rival}@{name}={_text(ratio)} ratio")
             if ratio is not None:
                 self.ratios[rival][name] = ratio
@@ -154,6 +178,7 @@ class Table:
         print(f"RESULT share_min={min(self.shares.values()):.3f} ratio")
         print(f"RESULT own_min={min(self.owns):.3f} ratio")
         print(f"RESULT quick_max={max(self.quicks, default=1.0):.3f} ratio")
+        print(f"RESULT job_min={min(self.jobs, default=1.0):.3f} ratio")
         many = [share for name, share in self.shares.items() if _is_long(name)]
         if many:
             print(f"RESULT share_min@m>=4pp={min(many):.3f} ratio")
@@ -169,53 +194,112 @@ def _text(ratio: float | None) -> str:
 
 
 def _is_long(name: str) -> bool:
-    stages, _, steps, _ = read_grid(name.partition("/")[0])
+    stages, _, steps, _ = read_grid(name.partition("/")[0].rpartition(".")[2])
     return steps >= 4 * stages
 
 
-def compare(job: JobProfile, cluster: Cluster, grid: str, table: Table, effort: Effort) -> None:
-    """All losses of a grid."""
+def situation_of(job: JobProfile, cluster: Cluster, grid: str) -> Situation:
+    """A job on a grid, at its begin."""
     stages, rows, steps, size = read_grid(grid)
     on_grid = job.with_grid(
         pipeline_parallel=stages, data_parallel=rows, num_microbatches=steps * rows, micro_batch_size=size
     )
-    begin = Situation.of(on_grid, cluster)
+    return Situation.of(on_grid, cluster)
+
+
+def losses_of(grid: str) -> dict[str, tuple[tuple[int, int], ...]]:
+    """As ``list_losses``."""
+    stages, rows, _, _ = read_grid(grid)
+    return list_losses(stages, rows)
+
+
+def compare(begin: Situation, grid: str, table: Table, effort: Effort, *, prefix: str = "") -> None:
+    """All losses of a grid."""
     whole, best = stock(begin), ours(begin, (), effort=effort)
-    for loss, lost in list_losses(stages, rows).items():
+    less = replace(effort, evaluations=effort.evaluations // 2)
+    for loss, lost in losses_of(grid).items():
         step = ours(begin, lost, effort=effort)
-        left = begin.without(lost).surviving_share
-        share, own = (step.samples_per_s / other.samples_per_s / left for other in (whole, best))
+        now = begin.without(lost)
+        share, own = (step.samples_per_s / other.samples_per_s / now.surviving_share for other in (whole, best))
         theirs = recycle(begin, lost)
+        seeds = (step.candidate,) if step.candidate else ()
+        staggered = make_plan(now, Freedom(staggered=True), less, seeds)
         ratios: dict[str, float | None] = {
-            "vs_recycle": ours(begin, lost, staggered=True, effort=effort).samples_per_s / theirs.samples_per_s,
-            "sync_vs_recycle": step.samples_per_s / theirs.samples_per_s,
+            "vs_recycle": step.samples_per_s / theirs.samples_per_s,
+            "staggered_vs_recycle": theirs.step_s / staggered.step_s,
         }
         for rival in RIVALS:
             try:
                 ratios[f"vs_{rival}"] = step.samples_per_s / POLICIES[rival](begin, lost).samples_per_s
             except NoFeasiblePlan:
                 ratios[f"vs_{rival}"] = None
-        quick = quick_ratio(begin.without(lost), step)
-        table.add(grid, loss, share, own, quick, ratios, bound_of(step, own))
+        try:
+            job = ours(begin, lost, effort=Effort(evaluations=1, exact=True), freedom=RUNTIME)
+            job_ratio = job.samples_per_s / step.samples_per_s
+        except NoFeasiblePlan:
+            job_ratio = None
+        line = Line(share, own, quick_ratio(now, step), job_ratio, ratios, bound_of(step, own))
+        table.add(f"{prefix}{grid}/{loss}", line)
 
 
-def planning_s(situation: Situation, times: int) -> float:
-    """Median processor time of a plan made while workers wait."""
-    seconds = []
+def print_clocks(name: str, job: JobProfile, cluster: Cluster, effort: Effort) -> list[str]:
+    """Time and energy of both uses of clocks, for our plan and for the one that the running job carries out today."""
+    print(f"\nClocks, {name}: {describe_clock(cluster)}")
+    titles = "".join(
+        f"{title:>14}" for title in ("step_s", "kJ", "boost_time", "boost_energy", "slow_time", "slow_energy")
+    )
+    print(f"{'grid':14}{'loss':12}{'plan':6}{titles}  clocks boosted; slowed")
+    results = []
+    for grid in CLOCK_GRIDS:
+        for loss, lost in losses_of(grid).items():
+            now = situation_of(job, cluster, grid).without(lost)
+            for kind, freedom in (("ours", None), ("job", RUNTIME)):
+                plan = make_plan(now, freedom, effort)
+                plain = plan.nominal
+                columns = {
+                    "boost_time": plan.boosted.timed.step_s / plain.timed.step_s,
+                    "boost_energy": _energy(plan.boosted) / _energy(plain),
+                    "slow_time": plan.slowed.timed.step_s / plain.timed.step_s,
+                    "slow_energy": _energy(plan.slowed) / _energy(plain),
+                }
+                text = "".join(
+                    f"{value:14.3f}" for value in (plain.timed.step_s, _energy(plain) / 1e3, *columns.values())
+                )
+                clocks = "; ".join(" ".join(f"{c:.2f}" for c in own.clocks) for own in (plan.boosted, plan.slowed))
+                print(f"{grid:14}{loss:12}{kind:6}{text}  {clocks}", flush=True)
+                results += [f"{what}@{grid}/{loss}/{kind}={value:.3f} ratio" for what, value in columns.items()]
+    return results
+
+
+def describe_clock(cluster: Cluster) -> str:
+    """Its range."""
+    clock = cluster.device.clock
+    return "not settable" if clock is None else f"{clock.lowest:g} to {clock.highest:g} of nominal"
+
+
+def _energy(clocked: Clocked) -> float:
+    return clocked.timed.energy_j or float("nan")
+
+
+def planning_s(situation: Situation, times: int) -> tuple[float, float]:
+    """Median time of a plan made while workers wait: of the thread on a processor, and on the wall."""
+    on_processor, on_wall = [], []
     for _ in range(times):
-        begin = time.process_time()
+        begin, begin_wall = time.thread_time(), time.perf_counter()
         make_plan(situation, effort=QUICK)
-        seconds.append(time.process_time() - begin)
-    return statistics.median(seconds)
+        on_processor.append(time.thread_time() - begin)
+        on_wall.append(time.perf_counter() - begin_wall)
+    return statistics.median(on_processor), statistics.median(on_wall)
 
 
 def print_planning_times() -> None:
     """For 96 and for 100,000 workers."""
     small = Situation.of(load_job("llama2-34b"), load_cluster("npu-96"), [(1, 2)])
-    print(f"RESULT plan_ms@96={planning_s(small, 31) * 1e3:.1f} ms")
+    used, passed = planning_s(small, 41)
+    print(f"RESULT plan_ms@96={used * 1e3:.1f} ms\nRESULT plan_wall_ms@96={passed * 1e3:.1f} ms")
     many = load_job("llama2-70b").with_grid(pipeline_parallel=16, data_parallel=781, num_microbatches=781 * 64)
-    large = Situation.of(many, load_cluster("npu-100k"), [(3, 5)])
-    print(f"RESULT plan_s@100000={planning_s(large, 5):.2f} s")
+    used, passed = planning_s(Situation.of(many, load_cluster("npu-100k"), [(3, 5)]), 5)
+    print(f"RESULT plan_s@100000={used:.2f} s\nRESULT plan_wall_s@100000={passed:.2f} s")
 
 
 def main() -> None:
@@ -226,16 +310,31 @@ def main() -> None:
     parser.add_argument("--cluster", default="npu-96", help="its devices and links; more of them where a grid needs it")
     parser.add_argument("--tensor-parallel", type=int, default=8)
     parser.add_argument("--evaluations", type=int, default=120, help="orders that ours may time")
+    parser.add_argument("--short", action="store_true", help="the first job only, and no clocks")
     args = parser.parse_args()
-    job = load_job(args.job)
-    job = replace(job, spec=replace(job.spec, tensor_parallel=args.tensor_parallel))
-    print(f"{args.job}, TP{args.tensor_parallel}, {args.cluster}; Python {platform.python_version()} on {machine()}")
-    table = Table()
+    effort = Effort(evaluations=args.evaluations, exact=True)
+    print(f"Python {platform.python_version()} on {machine()}")
+    table, results = Table(), list[str]()
+    job, cluster = load_lanes(args.job, args.tensor_parallel), load_cluster(args.cluster)
+    table.begin(f"{args.job}, TP{args.tensor_parallel}, {args.cluster}")
     for grid in args.grids:
-        effort = Effort(evaluations=args.evaluations, exact=True)
-        compare(job, load_cluster(args.cluster), grid, table, effort)
+        compare(situation_of(job, cluster, grid), grid, table, effort)
+    if not args.short:
+        other, gpus = load_lanes("llama2-13b", 2), load_cluster("gpu-96")
+        table.begin("13b-h100: llama2-13b, TP2, gpu-96")
+        for grid in OTHER_GRIDS:
+            compare(situation_of(other, gpus, grid), grid, table, effort, prefix="13b-h100.")
+        results = print_clocks("llama2-34b, TP8, gpu-96 (H100)", load_lanes("llama2-34b", 8), gpus, effort)
     table.print_results()
+    for line in results:
+        print(f"RESULT {line}")
     print_planning_times()
+
+
+def load_lanes(name: str, tensor_parallel: int) -> JobProfile:
+    """A job with so many lanes."""
+    job = load_job(name)
+    return replace(job, spec=replace(job.spec, tensor_parallel=tensor_parallel))
 
 
 def machine() -> str:

@@ -25,7 +25,7 @@ class Clocked:
 def nominal(predictor: Predictor, prediction: Prediction) -> Clocked:
     """All stages at the nominal clock."""
     clocks = (1.0,) * prediction.candidate.num_stages
-    return Clocked(clocks=clocks, timed=predictor.time(prediction.candidate, prediction.schedule, clocks))
+    return Clocked(clocks=clocks, timed=predictor.time(prediction.candidate, prediction.program, clocks))
 
 
 def boost(predictor: Predictor, prediction: Prediction, start: Clocked | None = None) -> Clocked:
@@ -93,4 +93,4 @@ def _with(
     predictor: Predictor, prediction: Prediction, clocks: tuple[float, ...], stage: int, setting: float
 ) -> Clocked:
     changed = (*clocks[:stage], setting, *clocks[stage + 1 :])
-    return Clocked(clocks=changed, timed=predictor.time(prediction.candidate, prediction.schedule, changed))
+    return Clocked(clocks=changed, timed=predictor.time(prediction.candidate, prediction.program, changed))

@@ -71,8 +71,13 @@ def stage_durations(
     """
     clocks = clocks or (1.0,) * len(items)
     times = [cost.stage_times(first, last, clock) for (first, last), clock in zip(pairwise(cuts), clocks, strict=True)]
-    links = [PassTime(sample_s=cost.boundary_bytes / link.bandwidth, fixed_s=link.latency_s)] if link else []
+    links = [crossing(cost, link)] if link else []
     return Durations.of(times, items, links * (len(items) - 1))
+
+
+def crossing(cost: JobCost, link: Link) -> PassTime:
+    """How long an item takes from one stage to the next."""
+    return PassTime(sample_s=cost.boundary_bytes / link.bandwidth, fixed_s=link.latency_s)
 
 
 def stage_limits(

@@ -3,7 +3,8 @@
 Each policy takes the job as it began and the cells that were lost, and gives the step that it goes on with.
 
 * ``recycle`` (ReCycle, arXiv 2405.14009): micro-batches of lost workers go whole to data-parallel peers of their stage;
-  backward is split, weight gradients fill bubbles; optimizers are staggered. Layers stay.
+  backward is split, weight gradients fill bubbles; optimizers are staggered. Layers stay. Its schedules are for
+  what failures leave: without a loss it is stock 1F1B.
 * ``torchft`` (TorchFT): a replica that lost a worker is left out whole. Either the batch shrinks, or the replicas that
   are left run more micro-batches each. Stock 1F1B.
 * ``oobleck`` (Oobleck, arXiv 2309.08125): every row is a pipeline of its own; one that lost workers goes on as a
@@ -95,6 +96,8 @@ def stock(begin: Situation) -> PolicyStep:
 
 def recycle(begin: Situation, lost: Lost, *, staggered: bool = True) -> PolicyStep:
     """Whole micro-batches to peers, split backward, staggered optimizers. Raises NoFeasiblePlan."""
+    if not lost:
+        return replace(stock(begin), policy="recycle")
     now = begin.without(lost)
     candidate = stay(now, split=True)
     step_s = _time(_predictor(now, staggered=staggered), candidate, RECYCLE_TRIES)

@@ -17,24 +17,25 @@ up to a tenth where four rows of one sample are left with three cells; more rows
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
-from megatron_elas.planner.cost_model import stage_durations, stage_limits
+from megatron_elas.planner.cost_model import crossing, stage_limits
 from megatron_elas.planner.dataflow import Deal, busiest_share, deal_items
 from megatron_elas.planner.layouts import Layout
 from megatron_elas.planner.partition import StageLoad
 from megatron_elas.planner.situation import Rows, Situation, divided
 from megatron_elas.schedule.actions import Schedule, StageItems
-from megatron_elas.schedule.greedy import Limit
+from megatron_elas.schedule.greedy import Limit, Taste
 from megatron_elas.schedule.items import count_samples, micro_batch
 from megatron_elas.schedule.one_f_one_b import stock_warmups
 from megatron_elas.schedule.routes import Flow
-from megatron_elas.schedule.split_backward import Stock, split_backward
-from megatron_elas.schedule.timing import Durations, Program
+from megatron_elas.schedule.split_backward import Found, Stock, bound_s, split_backward
+from megatron_elas.schedule.timing import Durations, Program, Timeline
 from megatron_elas.spec.cluster import Link
-from megatron_elas.spec.cost import JobCost, PassTime, StageTimes
+from megatron_elas.spec.cost import CostSums, JobCost, PassTime, StageTimes
+from megatron_elas.spec.job import JobSpec
 
 _STEPS = 6
 """Steps that are timed one after the other to see how they follow each other steadily."""
@@ -81,10 +82,19 @@ class Prediction:
     """From one step's begin to the next one's."""
     bound_s: float
     """No order of these items on these layers is faster."""
-    schedule: Schedule
-    """By class: of one cell for each stage."""
+    found: Found = field(repr=False, compare=False)
     energy_j: float | None
     """Of all devices with a seat, in a step at the nominal clock."""
+
+    @property
+    def program(self) -> Program:
+        """The order, ready to be timed. By class: of one cell for each stage."""
+        return self.found.program
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order. By class: of one cell for each stage."""
+        return self.found.schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,19 +107,19 @@ class Timed:
     """Of every stage: seconds that its busiest cell computes."""
 
 
-class _Dealt(NamedTuple):
+class _Dealt:
     """Items of all stages, with what is often asked of them."""
 
-    items: tuple[StageItems, ...]
-    flow: Flow
-    shares: tuple[tuple[tuple[int, int], ...], ...]
-    """``shares[stage][cell]``: samples and items."""
+    def __init__(self, items: tuple[StageItems, ...]) -> None:
+        self.items = items
+        self.flow = Flow(items)
+        self.shares = tuple(tuple((count_samples(own), len(own)) for own in cells) for cells in items)
+        """``shares[stage][cell]``: samples and items."""
 
-    @staticmethod
-    def of(items: tuple[StageItems, ...]) -> _Dealt:
-        """From the items alone."""
-        shares = tuple(tuple((count_samples(own), len(own)) for own in cells) for cells in items)
-        return _Dealt(items, Flow(items), shares)
+    @cached_property
+    def stock(self) -> Stock:
+        """1F1B of them."""
+        return Stock.of(self.flow)
 
 
 class Predictor:
@@ -121,83 +131,105 @@ class Predictor:
         self.staggered = staggered
         self.evaluations = 0
         """So far: one for each candidate, and one for each order that was tried for it beyond the first."""
-        self._program: Program | None = None
-        """The one that was timed last."""
+        self._costs: dict[float, CostSums] = {}
+        self._jobs: dict[int, JobSpec] = {}
+        self._tails: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, ...]] = {}
         self._flows: dict[object, _Dealt] = {}
-        self._stocks: dict[int, Stock] = {}
-        """By the identity of the flow, which is kept."""
 
-    def predict(self, candidate: Candidate, tries: int = 1) -> Prediction:
+    def predict(
+        self,
+        candidate: Candidate,
+        tries: int = 1,
+        first: Sequence[Taste] | None = None,
+        *,
+        seed: int = 0,
+        unless_s: float | None = None,
+    ) -> Prediction:
         """The candidate with the best of some orders.
 
         Args:
             candidate: Whose layers fit the memory.
             tries: Orders besides 1F1B; 0: 1F1B alone.
+            first: Tastes that were good for a similar candidate, to begin with.
+            seed: Of the changes that are made to them.
+            unless_s: Where no order is faster than this, 1F1B is all that is tried.
 
         Raises:
             Deadlock: Memory is too small for all of them.
         """
-        items, flow, shares = self._items(candidate)
-        durations, limits = self._durations(candidate), self._limits(candidate, items)
-        tails = self.tails(candidate)
+        dealt = self._items(candidate)
+        durations, limits = self._durations(candidate), self._limits(candidate, dealt.items)
+        tails, work = self.tails(candidate), _work_s(durations, dealt.shares)
 
-        def period(schedule: Schedule) -> float:
-            return _period_s(Program(schedule, flow), durations, tails)
+        def period(program: Program) -> float:
+            return _period_s(program, durations, tails)
 
-        least = None
-        if self.staggered:
-            least = max(map(max, _work_s(durations, shares)))
+        tail = 0.0 if self.staggered else max(tails)
+        busiest_s = max(map(max, work))
+        if unless_s is not None:
+            least_s = busiest_s
+            if not self.staggered:
+                least_s = bound_s(dealt.items, durations, limits, split=candidate.split) + tail
+            tries = 0 if least_s >= unless_s else tries
         found = split_backward(
-            items,
+            dealt.items,
             durations,
             limits,
             tries=tries,
             split=candidate.split,
-            flow=flow,
-            stock=self._stock(flow) if not tries else None,
+            flow=dealt.flow,
+            stock=dealt.stock,
+            first=first,
+            seed=seed,
             measure=period if self.staggered else None,
-            least_s=least,
+            least_s=busiest_s if self.staggered else None,
         )
-        stock = self._stocks.get(id(flow))
-        if stock is not None and found.schedule is stock.program.schedule:
-            self._program = stock.program
         self.evaluations += max(1, found.tries)
-        tail = 0.0 if self.staggered else max(tails)
         step_s = found.step_s + tail
-        work = _work_s(durations, shares)
         return Prediction(
             candidate=candidate,
             step_s=step_s,
             bound_s=min(step_s, found.bound_s + tail),
-            schedule=found.schedule,
+            found=found,
             energy_j=self._energy(candidate, work, step_s, None),
         )
 
-    def time(self, candidate: Candidate, schedule: Schedule, clocks: Sequence[float] | None = None) -> Timed:
+    def time(self, candidate: Candidate, order: Schedule | Program, clocks: Sequence[float] | None = None) -> Timed:
         """The same order at other clocks."""
-        _, flow, shares = self._items(candidate)
+        dealt = self._items(candidate)
         durations, tails = self._durations(candidate, clocks), self.tails(candidate)
-        if self._program is None or self._program.schedule is not schedule:
-            self._program = Program(schedule, flow)
-        program = self._program
+        program = order if isinstance(order, Program) else Program(order, dealt.flow)
         if self.staggered:
             step_s = _period_s(program, durations, tails)
         else:
             step_s = program.run(durations).step_s + max(tails)
-        work = _work_s(durations, shares)
+        work = _work_s(durations, dealt.shares)
         return Timed(
             step_s=step_s,
             energy_j=self._energy(candidate, work, step_s, clocks),
             busy_s=tuple(map(max, work)),
         )
 
+    def limits(self, candidate: Candidate) -> tuple[Limit, ...]:
+        """What fits on the cells of every stage of the schedules that ``predict`` gives for the candidate."""
+        return self._limits(candidate, self._items(candidate).items)
+
+    def timeline(self, candidate: Candidate, schedule: Schedule, clocks: Sequence[float] | None = None) -> Timeline:
+        """When everything of a step happens, up to the last gradient. Raises Deadlock."""
+        return Program(schedule, self._items(candidate).flow).run(self._durations(candidate, clocks))
+
     def tails(self, candidate: Candidate) -> tuple[float, ...]:
         """Of every stage: seconds of reduction, optimizer and all-gather, none of them overlapped."""
         cost, link = self.situation.cost, self.situation.link
+        known = self._tails.get((candidate.cuts, candidate.widths))
+        if known is not None:
+            return known
+        sums = self.sums(1.0)
         tails = []
         for (first, last), cells in zip(pairwise(candidate.cuts), candidate.widths, strict=True):
-            tails.append(stage_tail_s(cost, link, first, last, cells))
-        return tuple(tails)
+            tails.append(stage_tail_s(cost, link, first, last, cells, sums))
+        found = self._tails[candidate.cuts, candidate.widths] = tuple(tails)
+        return found
 
     def _energy(
         self, candidate: Candidate, work: Sequence[Sequence[float]], step_s: float, clocks: Sequence[float] | None
@@ -212,31 +244,39 @@ class Predictor:
             total += each if self.exact else each * candidate.widths[stage]
         return total * self.situation.job.tensor_parallel
 
+    def _job(self, size: int) -> JobSpec:
+        if size not in self._jobs:
+            self._jobs[size] = divided(self.situation.job, size)
+        return self._jobs[size]
+
+    def sums(self, clock: float) -> CostSums:
+        """Of the situation's cost, at a clock."""
+        if clock not in self._costs:
+            self._costs[clock] = CostSums(self.situation.cost, clock)
+        return self._costs[clock]
+
     def _items(self, candidate: Candidate) -> _Dealt:
         dealt = (candidate.rows, candidate.origins, candidate.deals) if self.exact else candidate.num_stages
         key = (dealt, candidate.size)
         found = self._flows.get(key)
         if found is None:
-            job = divided(self.situation.job, candidate.size)
+            job = self._job(candidate.size)
             if self.exact:
                 items = tuple(map(deal_items, (job,) * candidate.num_stages, candidate.names, candidate.deals))
             else:
                 width = job.data_parallel * job.micro_batch_size
                 steps = job.num_microbatches // job.data_parallel
                 items = ((tuple(micro_batch(m, width) for m in range(steps)),),) * candidate.num_stages
-            found = self._flows[key] = _Dealt.of(items)
-        return found
-
-    def _stock(self, flow: Flow) -> Stock:
-        found = self._stocks.get(id(flow))
-        if found is None:
-            found = self._stocks[id(flow)] = Stock.of(flow)
+            found = self._flows[key] = _Dealt(items)
         return found
 
     def _durations(self, candidate: Candidate, clocks: Sequence[float] | None = None) -> Durations:
-        situation = self.situation
+        cost, link = self.situation.cost, self.situation.link
         items = self._items(candidate).items
-        exact = stage_durations(situation.cost, candidate.cuts, items, clocks=clocks, link=situation.link)
+        times_of = []
+        for stage, (first, last) in enumerate(pairwise(candidate.cuts)):
+            times_of.append(self.sums(clocks[stage] if clocks else 1.0).stage_times(first, last))
+        exact = Durations.of(times_of, items, [crossing(cost, link)] * (len(items) - 1))
         if self.exact:
             return exact
         cells = []
@@ -272,18 +312,19 @@ class Predictor:
 
     def _shares(self, candidate: Candidate, stage: int) -> tuple[float, float]:
         """Samples and passes of the stage's busiest cell, as parts of those of the one cell that stands for it."""
-        job = divided(self.situation.job, candidate.size)
+        job = self._job(candidate.size)
         share = busiest_share(job, candidate.widths[stage], candidate.deals[stage])
         batch = job.num_microbatches * job.micro_batch_size
         return share.samples / batch, share.items * job.data_parallel / job.num_microbatches
 
 
-def stage_tail_s(cost: JobCost, link: Link, first: int, last: int, cells: int) -> float:
-    """Seconds of reduction, optimizer and all-gather of the stage of layers ``[first, last)``, none overlapped."""
-    parameters = cost.parameters(first, last)
+def stage_tail_s(cost: JobCost, link: Link, first: int, last: int, cells: int, sums: CostSums | None = None) -> float:
+    """Seconds of reduction, optimizer and all-gather of a stage of layers ``[first, last)``, one after the other."""
+    sums = sums or CostSums(cost)
+    parameters = sums.parameters(first, last)
     reduced = link.ring_s(parameters * cost.gradient_bytes, cells)
     gathered = link.ring_s(parameters * cost.weight_bytes, cells)
-    return reduced + cost.optimizer_s(first, last, cells) + gathered
+    return reduced + sums.optimizer_s(first, last) / (cells if cost.optimizer_sharded else 1) + gathered
 
 
 def stage_loads(situation: Situation, candidate: Candidate) -> tuple[StageLoad, ...]:

@@ -19,17 +19,20 @@ such candidate, and cells and layers that nobody holds are shared out anew.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
-from megatron_elas.planner.dataflow import DEALS, Deal, busiest_share, is_possible, is_stock
+from megatron_elas.planner.cost_model import crossing
+from megatron_elas.planner.dataflow import DEALS, Deal, Share, busiest_share, is_possible, is_stock
 from megatron_elas.planner.layouts import FEW_STAGES, Layout, homes_of, list_layouts, seat_cells
-from megatron_elas.planner.partition import Partitioner
+from megatron_elas.planner.partition import Fill, Partitioner, StageLoad
 from megatron_elas.planner.prediction import Candidate, Prediction, Predictor, stage_loads
 from megatron_elas.planner.situation import SPARE, Situation, divided
+from megatron_elas.schedule.greedy import Taste
 from megatron_elas.schedule.timing import Deadlock
 from megatron_elas.spec.errors import NoFeasiblePlan
 
@@ -37,6 +40,8 @@ CELL_MOVE = 0.01
 """Share of the step time that a plan has to win by moving cells."""
 _SAME = 1e-9
 """Times as near as this are equal: sums in another order."""
+_FILL_LEFT = 0.15
+"""Of a pass of one item through all stages, where steps follow each other without waiting for all stages."""
 _ITEMS_PER_STAGE = 8
 """Micro-batches are not cut further once a cell has as many items for every stage: bubbles are small by then."""
 
@@ -88,11 +93,11 @@ def search(predictor: Predictor, freedom: Freedom, evaluations: int, seeds: Sequ
     """
     state = _Search(predictor, freedom, seeds)
     exhausted = True
-    for candidate, tries in state.steps():
-        if state.best is not None and predictor.evaluations + max(1, tries) > evaluations:
+    for attempt in state.attempts():
+        if state.best is not None and predictor.evaluations + max(1, attempt.tries) > evaluations:
             exhausted = False
             break
-        state.tell(candidate, tries if freedom.orders else 0)
+        state.make(attempt)
     if state.best is None:
         situation = predictor.situation
         raise NoFeasiblePlan(
@@ -132,14 +137,18 @@ def objective_s(prediction: Prediction, situation: Situation | None = None) -> f
         prediction: Of a step.
         situation: Needed where a stage is lost.
     """
-    candidate = prediction.candidate
+    return prediction.step_s * _price(prediction.candidate, situation)
+
+
+def _price(candidate: Candidate, situation: Situation | None) -> float:
+    """By which a step counts as longer for what is moved."""
     if situation is not None and situation.lost_stages:
         layers = situation.cost.layers
         stage = sum(layer.parameters for layer in layers) / situation.num_stages
         moved = received_parameters(situation, candidate) / max(1.0, stage * sum(candidate.widths))
     else:
         moved = float(any(len(set(own) - {SPARE}) > 1 for own in candidate.origins))
-    return prediction.step_s * (1 + CELL_MOVE * moved)
+    return 1 + CELL_MOVE * moved
 
 
 def with_best_layers(situation: Situation, candidate: Candidate, partitioner: Partitioner | None = None) -> Candidate:
@@ -168,11 +177,23 @@ def received_parameters(situation: Situation, candidate: Candidate) -> int:
     return received
 
 
+class _Attempt(NamedTuple):
+    """A candidate to be timed."""
+
+    candidate: Candidate
+    tries: int
+    first: tuple[Taste, ...] | None = None
+    """Tastes to begin with."""
+    only_if_better: bool = False
+    """Not to be tried where no order of its items can be better than the best so far."""
+
+
 class _Search:
     def __init__(self, predictor: Predictor, freedom: Freedom, seeds: Sequence[Candidate]) -> None:
         self.predictor, self.freedom, self.seeds = predictor, freedom, seeds
         self.situation = predictor.situation
-        self.partitioner = Partitioner(self.situation.cost, self.situation.memory_bytes)
+        self.partitioner = Partitioner(self.situation.cost, self.situation.memory_bytes, predictor.sums)
+        self._known_loads: dict[object, tuple[StageLoad, ...]] = {}
         self.still = None if self.situation.lost_stages else stay(self.situation)
         """To do nothing."""
         self.best: Prediction | None = None
@@ -180,53 +201,76 @@ class _Search:
         self.tried: dict[Candidate, int] = {}
         """Most tries so far."""
 
-    def steps(self) -> Iterator[tuple[Candidate, int]]:
-        """(candidate, tries), adapted to what was told."""
+    def attempts(self) -> Iterator[_Attempt]:
+        """What to try, adapted to what was found."""
         situation, freedom = self.situation, self.freedom
         if self.still is not None:
-            yield self.still, 0
+            yield _Attempt(self.still, 0)
         for candidate in self.seeds:
-            yield candidate, 8 if candidate.split else 2
-        ranked = self._ranked()
-        quick = 1 if freedom.split else 0
-        for candidate in ranked[:4]:
-            yield candidate, quick
+            yield _Attempt(candidate, 8 if candidate.split else 2)
+        likely = self._ranked(freedom.split)
+        for candidate in likely[:4]:
+            yield _Attempt(candidate, 1 if freedom.split else 0)
         if freedom.cells and situation.lost_stages:
-            yield from self._neighbours(0)
+            yield from self._neighbours(0, 32)
             yield from self._other_shares()
         if freedom.layers and "reshape" in freedom.deals and self.still is not None:
             reshaped = stay(situation, deal="reshape")
             if self._is_possible(reshaped):
                 yield from self._partitioned(reshaped)
-        for candidate in ranked[:4]:
-            yield candidate, 3
+        for candidate in self._hopeful(likely[:4]):
+            yield _Attempt(candidate, 3)
         # As long as ReCycle is searched by the policy of that name: ours is not behind it for want of tries.
         if self.still is not None:
-            yield from self._thorough(replace(self.still, split=freedom.split), 24)
-        yield from self._neighbours(3)
-        for candidate in ranked[4:16]:
-            yield candidate, 3
-        yield from self._thorough(self.best.candidate if self.best else None, 16)
-        yield from self._neighbours(8)
-        for candidate in ranked[16:]:
-            yield candidate, 3
-        yield from self._neighbours(16)
-        yield from self._thorough(self.best.candidate if self.best else None, 64)
+            yield _Attempt(replace(self.still, split=freedom.split), 24, only_if_better=True)
+        yield from self._neighbours(2, 8)
+        ranked = self._ranked(False, likely) if freedom.split else likely
+        for candidate in self._hopeful(ranked[:16]):
+            yield _Attempt(candidate, 3)
+        yield from self._refined(16)
+        yield from self._neighbours(4, 16)
+        yield from self._refined(32)
+        for candidate in self._hopeful(ranked[16:]):
+            yield _Attempt(candidate, 3)
+        yield from self._neighbours(16, 32)
+        yield from self._refined(128)
 
-    def tell(self, candidate: Candidate, tries: int) -> None:
+    def make(self, attempt: _Attempt) -> None:
         """Time a candidate and keep it if it is better."""
-        if self.tried.get(candidate, -1) >= tries:
-            return
-        self.tried[candidate] = tries
+        candidate, tries = attempt.candidate, attempt.tries if self.freedom.orders else 0
+        if attempt.first is None:
+            if self.tried.get(candidate, -1) >= tries:
+                return
+            self.tried[candidate] = tries
         try:
-            found = self.predictor.predict(candidate, tries)
+            found = self.predictor.predict(
+                candidate,
+                tries,
+                attempt.first,
+                seed=self.predictor.evaluations,
+                unless_s=self._limit_s(candidate) if attempt.only_if_better else None,
+            )
         except Deadlock:
             self.predictor.evaluations += 1
             return
-        if candidate == self.still and len(self.tried) == 1:
-            self.nothing = found
+        if self.best is None:
+            self.nothing = found if candidate == self.still else None
         if self.best is None or self._is_better(found, self.best):
             self.best = found
+
+    def _limit_s(self, candidate: Candidate) -> float | None:
+        """Below which a candidate's step is better than the best one."""
+        if self.best is None:
+            return None
+        return objective_s(self.best, self.situation) / _price(candidate, self.situation)
+
+    def _hopeful(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+        """Those that may be better than the best so far."""
+        for candidate in candidates:
+            limit_s = self._limit_s(candidate)
+            # An estimate is low by more than it errs where items are of unequal size.
+            if limit_s is None or self.freedom.staggered or self._estimate_s(candidate) < limit_s * 1.002:
+                yield candidate
 
     def _is_better(self, new: Prediction, old: Prediction) -> bool:
         new_s, old_s = objective_s(new, self.situation), objective_s(old, self.situation)
@@ -238,30 +282,30 @@ class _Search:
         moved = received_parameters(self.situation, candidate)
         return -sum(candidate.widths), moved, -candidate.size, candidate.split
 
-    def _thorough(self, candidate: Candidate | None, tries: int) -> Iterator[tuple[Candidate, int]]:
-        if candidate is not None:
-            yield candidate, tries
-
-    def _partitioned(self, candidate: Candidate) -> Iterator[tuple[Candidate, int]]:
+    def _partitioned(self, candidate: Candidate) -> Iterator[_Attempt]:
         try:
-            yield with_best_layers(self.situation, candidate, self.partitioner), 0
+            yield _Attempt(with_best_layers(self.situation, candidate, self.partitioner), 0)
         except NoFeasiblePlan:
             return
 
-    def _ranked(self) -> list[Candidate]:
-        """All combinations that are worth a try, by a rough estimate of their time."""
-        found: dict[Candidate, tuple[float, int]] = {}
+    def _refined(self, tries: int) -> Iterator[_Attempt]:
+        """More orders like the best one."""
+        if self.best is not None and self.best.found.tastes is not None:
+            yield _Attempt(self.best.candidate, tries, self.best.found.tastes)
+
+    def _ranked(self, split: bool, others: Sequence[Candidate] = ()) -> list[Candidate]:
+        """All combinations that are worth a try, and others, by a rough estimate of their time."""
+        found = {candidate: self._estimate_s(candidate) for candidate in others}
         for layout in list_layouts(self.situation, cells=self.freedom.cells):
             for size in self._sizes(len(layout.rows)):
                 for deals in self._deals(layout, size):
                     plain = Candidate(
-                        rows=layout.rows, origins=layout.origins, cuts=(), deals=deals, size=size, split=False
+                        rows=layout.rows, origins=layout.origins, cuts=(), deals=deals, size=size, split=split
                     )
                     for cuts in self._cuts(plain):
-                        whole_s, split_s = self._estimates(replace(plain, cuts=cuts))
-                        if self.freedom.split:
-                            found.setdefault(replace(plain, cuts=cuts, split=True), (split_s, len(found)))
-                        found.setdefault(replace(plain, cuts=cuts), (whole_s, len(found)))
+                        candidate = replace(plain, cuts=cuts)
+                        found.setdefault(candidate, self._estimate_s(candidate))
+        # Those of one estimate stay in this order.
         return sorted(found, key=found.__getitem__)
 
     def _sizes(self, stages: int) -> list[int]:
@@ -286,24 +330,49 @@ class _Search:
                 possible.append([deal for deal in self.freedom.deals if is_possible(job, len(rows), deal)])
         if not all(possible):
             return []
-        choices: dict[tuple[Deal, ...], None] = {}
-        for deal in self.freedom.deals:
-            choices[tuple(deal if deal in own else own[0] for own in possible)] = None
-        least = [
-            min(own, key=partial(busiest_share, job, len(rows)))
-            for own, rows in zip(possible, layout.rows, strict=True)
-        ]
-        choices[tuple(least)] = None
-        return list(choices)
+        choices = [tuple(deal if deal in own else own[0] for own in possible) for deal in self.freedom.deals]
+        choices.append(
+            tuple(
+                min(own, key=partial(busiest_share, job, len(rows)))
+                for own, rows in zip(possible, layout.rows, strict=True)
+            )
+        )
+        if self.predictor.exact:
+            return list(dict.fromkeys(choices))
+        # By class, deals that give busiest cells the same are the same.
+        kept: dict[tuple[Share, ...], tuple[Deal, ...]] = {}
+        for deals in choices:
+            shares = (busiest_share(job, len(rows), deal) for rows, deal in zip(layout.rows, deals, strict=True))
+            kept.setdefault(tuple(shares), deals)
+        return list(kept.values())
 
     def _cuts(self, candidate: Candidate) -> list[tuple[int, ...]]:
-        cuts = []
+        cuts: list[tuple[int, ...]] = []
         if self.freedom.layers:
+            loads = self._loads(candidate)
+            fills = [None] if self.freedom.staggered else [self._fill(candidate, loads), None]
             with suppress(NoFeasiblePlan):
-                cuts.append(with_best_layers(self.situation, candidate, self.partitioner).cuts)
+                for fill in fills:
+                    found = self.partitioner.find(loads, homes(self.situation, candidate), fill).cuts
+                    if found not in cuts:
+                        cuts.append(found)
         if candidate.num_stages == self.situation.num_stages and self.situation.cuts not in cuts:
             cuts.append(self.situation.cuts)
         return cuts
+
+    def _loads(self, candidate: Candidate) -> tuple[StageLoad, ...]:
+        key = (candidate.widths, candidate.deals, candidate.size)
+        found = self._known_loads.get(key)
+        if found is None:
+            found = self._known_loads[key] = stage_loads(self.situation, candidate)
+        return found
+
+    def _fill(self, candidate: Candidate, loads: Sequence[StageLoad]) -> Fill:
+        samples = sum(load.samples / load.items for load in loads) / len(loads)
+        return Fill(samples, crossing(self.situation.cost, self.situation.link).seconds(samples), candidate.split)
+
+    def _is_stock(self, candidate: Candidate, stage: int) -> bool:
+        return len(candidate.rows[stage]) == self.situation.job.data_parallel
 
     def _is_possible(self, candidate: Candidate) -> bool:
         job = divided(self.situation.job, candidate.size)
@@ -312,19 +381,19 @@ class _Search:
             for rows, deal in zip(candidate.rows, candidate.deals, strict=True)
         )
 
-    def _estimates(self, candidate: Candidate) -> tuple[float, float]:
-        """Seconds without and with split backward: the busiest stage, and what others take to fill the pipeline."""
-        loads = stage_loads(self.situation, candidate)
+    def _estimate_s(self, candidate: Candidate) -> float:
+        """Seconds that the step hardly falls below."""
+        loads, tails = self._loads(candidate), self.predictor.tails(candidate)
+        steady = self.freedom.staggered
+        spans = self.partitioner.spans(candidate.cuts, loads, self._fill(candidate, loads), steady=steady)
+        if not steady:
+            return max(spans) + max(tails)
+        # What is left of the pipeline's filling.
         busy = self.partitioner.stage_seconds(candidate.cuts, loads)
-        items = [seconds / load.items for seconds, load in zip(busy, loads, strict=True)]
-        tail = max(self.predictor.tails(candidate))
-        whole, split = (
-            max(seconds + share * (sum(items) - own) for seconds, own in zip(busy, items, strict=True)) + tail
-            for share in ((0.15, 0.15) if self.freedom.staggered else (1.0, 0.45))
-        )
-        return whole, split
+        passing = _FILL_LEFT * sum(seconds / load.items for seconds, load in zip(busy, loads, strict=True))
+        return max(span + tail for span, tail in zip(spans, tails, strict=True)) + passing
 
-    def _other_shares(self) -> Iterator[tuple[Candidate, int]]:
+    def _other_shares(self) -> Iterator[_Attempt]:
         """A cell from one stage to another, when all are dealt out anew; again from what got better."""
         seen: set[tuple[int, ...]] = set()
         best = self.best
@@ -337,9 +406,9 @@ class _Search:
                 seen.add(widths)
                 layout = seat_cells(self.situation, widths)
                 other = replace(best.candidate, rows=layout.rows, origins=layout.origins, cuts=())
-                variants += [(self._estimates(own)[0], own) for own in self._with_cuts(other)]
+                variants += [(self._estimate_s(own), own) for own in self._with_cuts(other)]
             for _, candidate in sorted(variants, key=lambda variant: variant[0]):
-                yield candidate, 0
+                yield _Attempt(candidate, 0)
                 if self.best is not best:
                     break
             if self.best is best:
@@ -348,7 +417,7 @@ class _Search:
 
     def _shifted_widths(self, candidate: Candidate) -> Iterator[tuple[int, ...]]:
         """Of all pairs of stages where they are few, else from the least to the most busy."""
-        busy = self.partitioner.stage_seconds(candidate.cuts, stage_loads(self.situation, candidate))
+        busy = self.partitioner.stage_seconds(candidate.cuts, self._loads(candidate))
         by_work = sorted(range(len(busy)), key=lambda stage: busy[stage])
         few = 2 if len(busy) > FEW_STAGES else FEW_STAGES
         for giver in by_work[:few]:
@@ -362,32 +431,51 @@ class _Search:
     def _with_cuts(self, plain: Candidate) -> list[Candidate]:
         return [replace(plain, cuts=cuts) for cuts in self._cuts(plain)]
 
-    def _neighbours(self, tries: int) -> Iterator[tuple[Candidate, int]]:
-        """One layer from one stage to another, those between passing theirs on; again from what got better."""
-        if not self.freedom.layers:
-            return
-        seen: set[tuple[int, ...]] = set()
+    def _neighbours(self, tries: int, most: int) -> Iterator[_Attempt]:
+        """A stage dealt otherwise, or one layer from one stage to another, those between passing theirs on; again from
+        what got better.
+
+        Args:
+            tries: Orders like that of the best one.
+            most: Of each best one: the most likely ones.
+        """
+        seen: set[Candidate] = set()
         best = self.best
         while best is not None:
-            for candidate in self._shifted(best.candidate):
-                if candidate.cuts not in seen:
-                    seen.add(candidate.cuts)
-                    yield candidate, tries if candidate.split else min(tries, 2)
+            others = [*self._dealt_otherwise(best.candidate), *self._shifted(best.candidate)]
+            likely = sorted(others, key=self._estimate_s)
+            for candidate in self._hopeful(likely if self.freedom.staggered else likely[:most]):
+                if candidate not in seen:
+                    seen.add(candidate)
+                    yield _Attempt(candidate, tries, None if self.freedom.staggered else best.found.tastes)
                     if self.best is not best:
                         break
             if self.best is best:
                 return
             best = self.best
 
+    def _dealt_otherwise(self, candidate: Candidate) -> Iterator[Candidate]:
+        for stage in range(candidate.num_stages):
+            for deal in self.freedom.deals:
+                if deal != candidate.deals[stage]:
+                    deals = (*candidate.deals[:stage], deal, *candidate.deals[stage + 1 :])
+                    other = replace(candidate, deals=deals)
+                    is_new = not self._is_stock(candidate, stage) and self._is_possible(other)
+                    if is_new and self.partitioner.fits(other.cuts, self._loads(other)):
+                        yield other
+
     def _shifted(self, candidate: Candidate) -> Iterator[Candidate]:
-        busy = self.partitioner.stage_seconds(candidate.cuts, stage_loads(self.situation, candidate))
-        slow_first = sorted(range(len(busy)), key=lambda stage: -busy[stage])
-        for giver in slow_first[: max(2, len(busy) // 2)]:
-            for taker in reversed(slow_first):
+        if not self.freedom.layers:
+            return
+        stages = range(candidate.num_stages)
+        loads = self._loads(candidate)
+        for giver in stages:
+            for taker in stages:
                 cuts = list(candidate.cuts)
                 for boundary in range(giver + 1, taker + 1):
                     cuts[boundary] -= 1
                 for boundary in range(taker + 1, giver + 1):
                     cuts[boundary] += 1
-                if taker != giver and all(first < last for first, last in pairwise(cuts)):
+                is_new = taker != giver and all(first < last for first, last in pairwise(cuts))
+                if is_new and self.partitioner.fits(cuts, loads):
                     yield replace(candidate, cuts=tuple(cuts))

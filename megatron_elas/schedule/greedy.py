@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_elas.schedule.actions import Action, Kind, Schedule
+from megatron_elas.schedule.actions import Kind, Schedule
 from megatron_elas.schedule.routes import Flow
-from megatron_elas.schedule.timing import Deadlock, Durations
+from megatron_elas.schedule.timing import Deadlock, Durations, Program, Step, schedule_of
 
 _NEVER = float("inf")
 NO_MATTER = 1 << 30
@@ -72,24 +72,19 @@ class Problem:
 
     def __init__(self, flow: Flow, durations: Durations, limits: Sequence[Limit]) -> None:
         self.flow = flow
-        cells = range(flow.num_cells)
         self.room = [limits[stage].samples + 1e-9 for stage in flow.stage_of_cell]
         self.share = [limits[stage].kept_share for stage in flow.stage_of_cell]
-        times = [durations.cells[stage][cell] for stage, cell in map(flow.find, cells)]
-        self.forward_s = [times[c].forward.seconds(n) for c, n in zip(flow.cell_of, flow.samples, strict=True)]
-        self.input_s = [times[c].input_gradient.seconds(n) for c, n in zip(flow.cell_of, flow.samples, strict=True)]
-        self.weight_s = [times[c].weight_gradient.seconds(n) for c, n in zip(flow.cell_of, flow.samples, strict=True)]
-        stages = [flow.stage_of_cell[cell] for cell in flow.cell_of]
-        links = durations.links
-        self.after = [
-            [(other, links[stage].seconds(part)) for other, part in parts]
-            for stage, parts in zip(stages, flow.after, strict=True)
-        ]
+        passes = [(durations.cells[stage][place], n) for cell, n in flow.kinds for stage, place in [flow.find(cell)]]
+        forward = [times.forward.seconds(n) for times, n in passes]
+        back = [times.input_gradient.seconds(n) for times, n in passes]
+        weight = [times.weight_gradient.seconds(n) for times, n in passes]
+        self.forward_s = [forward[kind] for kind in flow.kind_of]
+        self.input_s = [back[kind] for kind in flow.kind_of]
+        self.weight_s = [weight[kind] for kind in flow.kind_of]
+        delays = [durations.links[boundary].seconds(n) for boundary, n in flow.ways]
+        self.after = [[(other, delays[way]) for other, way in parts] for parts in flow.after]
         """Of every item: (item of the later stage, seconds of the transfer)."""
-        self.before = [
-            [(other, links[stage - 1].seconds(part)) for other, part in parts]
-            for stage, parts in zip(stages, flow.before, strict=True)
-        ]
+        self.before = [[(other, delays[way]) for other, way in parts] for parts in flow.before]
         self.stops = [own.stop for own in flow.own]
 
     def run(self, tastes: Sequence[Taste]) -> Run:
@@ -107,7 +102,9 @@ class Run:
         self._problem = problem
         self.tastes = [tastes[stage] for stage in flow.stage_of_cell]
         cells = range(flow.num_cells)
-        self.orders: list[list[tuple[Kind, int]]] = [[] for _ in cells]
+        self.orders: list[list[Step]] = [[] for _ in cells]
+        self._sequence: list[int] = []
+        """Cells, in the order in which they began their actions."""
         self.step_s = 0.0
         self._free_s = [0.0] * len(cells)
         self._held = [0.0] * len(cells)
@@ -127,14 +124,13 @@ class Run:
         self._backward_missing = [len(after) + 1 for after in flow.after]
         self._events = [(0.0, cell) for cell in cells]
 
+    def program(self) -> Program:
+        """The order that was taken, ready to be timed."""
+        return Program.of_steps(self._problem.flow, self.orders, self._sequence)
+
     def schedule(self) -> Schedule:
         """The order that was taken."""
-        flow = self._problem.flow
-        orders: list[list[tuple[Action, ...]]] = [[] for _ in flow.stages]
-        for cell, order in enumerate(self.orders):
-            stage = flow.stage_of_cell[cell]
-            orders[stage].append(tuple([Action(stage, kind, flow.items[i].number) for kind, i in order]))
-        return Schedule(items=flow.stages, orders=tuple(map(tuple, orders)))
+        return schedule_of(self._problem.flow, self.orders)
 
     def go(self) -> None:
         """Until nothing happens any more. Raises Deadlock."""
@@ -144,7 +140,7 @@ class Run:
             # An event of a cell that has begun something meanwhile is void.
             if now >= free[cell] - 1e-12:
                 choose(cell, now)
-        done = sum(map(len, self.orders))
+        done = len(self._sequence)
         wanted = sum(
             (3 if self.tastes[cell].split else 2) * len(own) for cell, own in enumerate(self._problem.flow.own)
         )
@@ -244,6 +240,7 @@ class Run:
 
     def _done(self, cell: int, kind: Kind, item: int, end: float) -> None:
         self.orders[cell].append((kind, item))
+        self._sequence.append(cell)
         self._free_s[cell] = end
         if end > self.step_s:
             self.step_s = end

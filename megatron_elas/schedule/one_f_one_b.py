@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count, pairwise
 
-from megatron_elas.schedule.actions import Action, CellItems, Order, Schedule, StageItems
+from megatron_elas.schedule.actions import Schedule, StageItems
 from megatron_elas.schedule.routes import Flow
-from megatron_elas.schedule.timing import Deadlock, Program
+from megatron_elas.schedule.timing import Deadlock, Program, Step
 
 
 def stock_warmup(stage: int, widths: Sequence[int]) -> int:
@@ -52,36 +52,33 @@ def one_f_one_b(
     Raises:
         Deadlock: The warm-ups that were given cannot be carried out.
     """
-    return one_f_one_b_program(items, warmups, flow=flow).schedule
+    return one_f_one_b_program(flow or Flow(items), warmups).schedule
 
 
-def one_f_one_b_program(
-    items: Sequence[StageItems], warmups: Sequence[int] | None = None, *, flow: Flow | None = None
-) -> Program:
+def one_f_one_b_program(flow: Flow, warmups: Sequence[int] | None = None) -> Program:
     """As ``one_f_one_b``, ready to be timed."""
-    flow = flow or Flow(items)
     if warmups is not None:
-        return Program(_build(items, warmups), flow)
-    widths = [len(cells) for cells in items]
-    stock = stock_warmups(widths, [max(map(len, cells)) for cells in items])
+        return Program.of_steps(flow, _build(flow, warmups))
+    widths = [len(cells) for cells in flow.stages]
+    stock = stock_warmups(widths, [max(map(len, cells)) for cells in flow.stages])
     # Ends: once warm-ups are as long as the items are many, forward passes wait for no backward pass.
     for more in count():
-        schedule = _build(items, [ahead + more * (len(widths) - 1 - s) for s, ahead in enumerate(stock)])
+        longer = [ahead + more * (len(widths) - 1 - s) for s, ahead in enumerate(stock)]
         try:
-            return Program(schedule, flow)
+            return Program.of_steps(flow, _build(flow, longer))
         except Deadlock:
             continue
     raise AssertionError
 
 
-def _build(items: Sequence[StageItems], warmups: Sequence[int]) -> Schedule:
-    orders = tuple(tuple(_order(stage, own, warmups[stage]) for own in cells) for stage, cells in enumerate(items))
-    return Schedule(items=tuple(items), orders=orders)
+def _build(flow: Flow, warmups: Sequence[int]) -> list[list[Step]]:
+    return [_order(own, warmups[stage]) for stage, own in zip(flow.stage_of_cell, flow.own, strict=True)]
 
 
-def _order(stage: int, items: CellItems, warmup: int) -> Order:
+def _order(items: range, warmup: int) -> list[Step]:
     ahead = min(warmup, len(items))
-    forward = [Action(stage, "F", item.number) for item in items]
-    backward = [Action(stage, "B", item.number) for item in items]
-    steady = [action for pair in zip(forward[ahead:], backward, strict=False) for action in pair]
-    return (*forward[:ahead], *steady, *backward[len(items) - ahead :])
+    order: list[Step] = [("F", item) for item in items[:ahead]]
+    for forward, backward in zip(items[ahead:], items, strict=False):
+        order += (("F", forward), ("B", backward))
+    order += [("B", item) for item in items[len(items) - ahead :]]
+    return order

@@ -112,6 +112,12 @@ class Flow:
         self.items: list[Item] = []
         self.cell_of: list[int] = []
         self.samples: list[int] = []
+        self.kinds: list[tuple[int, int]] = []
+        """(cell, samples): items of one kind take as long as each other."""
+        self.kind_of: list[int] = []
+        """Of every item."""
+        self.ways: list[tuple[int, int]] = []
+        """(boundary, samples): transfers over one way take as long as each other."""
         self.own: list[range] = []
         """Of every cell: its items."""
         self.index: list[dict[int, int]] = []
@@ -132,10 +138,14 @@ class Flow:
                 self.stage_of_cell.append(stage)
             self.index.append(index)
         self.before: list[list[tuple[int, int]]] = [[] for _ in self.items]
-        """Of every item: (item of the earlier stage, samples) that it receives activations from."""
+        """Of every item: (item of the earlier stage, way) that it receives activations from."""
         self.after: list[list[tuple[int, int]]] = [[] for _ in self.items]
-        """Of every item: (item of the later stage, samples) that it receives gradients from."""
+        """Of every item: (item of the later stage, way) that it receives gradients from."""
         starts = [self.own[first].start for first in self.first_cell]
+        kinds: dict[tuple[int, int], int] = {}
+        self.kind_of = [kinds.setdefault(key, len(kinds)) for key in zip(self.cell_of, self.samples, strict=True)]
+        self.kinds = list(kinds)
+        ways: dict[tuple[int, int], int] = {}
         ranges: list[list[Range]] = []
         for stage, (start, stop) in enumerate(pairwise([*starts, len(self.items)])):
             try:
@@ -145,8 +155,10 @@ class Flow:
                 raise BadUsage(f"stage {stage}: {error}") from error
             for begin, end, i, j in crossing:
                 i, j = starts[stage - 1] + i, start + j
-                self.before[j].append((i, end - begin))
-                self.after[i].append((j, end - begin))
+                way = ways.setdefault((stage - 1, end - begin), len(ways))
+                self.before[j].append((i, way))
+                self.after[i].append((j, way))
+        self.ways = list(ways)
 
     @property
     def num_cells(self) -> int:

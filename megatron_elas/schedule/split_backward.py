@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from megatron_elas.schedule.actions import CellItems, Schedule, StageItems
-from megatron_elas.schedule.checks import peak_samples
 from megatron_elas.schedule.greedy import NO_MATTER, Limit, Problem, Run, Taste
 from megatron_elas.schedule.items import count_samples
 from megatron_elas.schedule.one_f_one_b import one_f_one_b_program, stock_warmups
@@ -28,42 +28,47 @@ ENOUGH = 1 + 1e-9
 """An order within this factor of the bound is as good as it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Found:
     """The best of the orders that were tried."""
 
-    schedule: Schedule
+    run: Run | Program = field(repr=False, compare=False)
     step_s: float
     bound_s: float
     """No order of these items is shorter; one that is as short may not exist."""
     tries: int
+    tastes: tuple[Taste, ...] | None = None
+    """That gave it; None: it is 1F1B."""
+
+    @cached_property
+    def program(self) -> Program:
+        """The order, ready to be timed."""
+        return self.run if isinstance(self.run, Program) else self.run.program()
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order."""
+        return self.program.schedule
 
 
 class Stock(NamedTuple):
-    """1F1B of some items, to be timed again and again."""
+    """1F1B of some items, whatever they cost."""
 
     program: Program
-    peaks: tuple[tuple[float, ...], ...]
-    """Of every stage and cell: most samples that it holds at once."""
+    peaks: tuple[int, ...]
+    """Of every stage: most samples that a cell holds at once."""
 
     @staticmethod
     def of(flow: Flow) -> Stock:
-        """From the items alone."""
-        program = one_f_one_b_program(flow.stages, flow=flow)
-        schedule = program.schedule
-        peaks = tuple(
-            tuple(peak_samples(schedule, stage, cell) for cell in range(len(cells)))
-            for stage, cells in enumerate(flow.stages)
-        )
-        return Stock(program, peaks)
-
-    def seconds(
-        self, durations: Durations, limits: Sequence[Limit], measure: Callable[[Schedule], float] | None = None
-    ) -> float:
-        """Of the step; infinite where it does not fit."""
-        if any(max(own) > limit.samples + 1e-9 for own, limit in zip(self.peaks, limits, strict=True)):
-            return float("inf")
-        return measure(self.program.schedule) if measure else self.program.run(durations).step_s
+        """1F1B of these items."""
+        program = one_f_one_b_program(flow)
+        peaks = [0] * len(flow.stages)
+        for stage, order in zip(flow.stage_of_cell, program.steps, strict=True):
+            held = 0
+            for kind, item in order:
+                held += flow.samples[item] if kind == "F" else -flow.samples[item]
+                peaks[stage] = max(peaks[stage], held)
+        return Stock(program, tuple(peaks))
 
 
 def split_backward(
@@ -75,8 +80,10 @@ def split_backward(
     split: bool = True,
     flow: Flow | None = None,
     stock: Stock | None = None,
-    measure: Callable[[Schedule], float] | None = None,
+    measure: Callable[[Program], float] | None = None,
     least_s: float | None = None,
+    first: Sequence[Taste] | None = None,
+    seed: int = 0,
 ) -> Found:
     """The best order found; never slower than 1F1B of the same items, where that fits the limits.
 
@@ -87,8 +94,10 @@ def split_backward(
         tries: Most orders to try, besides 1F1B. One takes some ten times as long as timing an order that is there.
         split: False: weight gradients stay part of backward passes.
         flow: Of the items, when there is one already.
-        stock: The same.
-        measure: Seconds that a schedule is judged by, instead of those from its begin to its end.
+        stock: 1F1B of the items, when there is one already.
+        measure: Seconds that an order is judged by, instead of those from its begin to its end.
+        first: Tastes that were good for similar items, of every stage: tried first, then small changes to them.
+        seed: Of the small changes.
         least_s: What ``measure`` never falls below; without it, the bound of a step from begin to end.
 
     Raises:
@@ -97,8 +106,9 @@ def split_backward(
     flow = flow or Flow(items)
     problem = Problem(flow, durations, limits) if tries else None
     bound = bound_s(items, durations, limits, split=split) if least_s is None else least_s
-    tastes = _Tastes(flow, durations, split)
+    tastes = _Tastes(flow, durations, split, first, seed)
     best: Run | None = None
+    best_tastes: tuple[Taste, ...] | None = None
     best_s = float("inf")
     failure: Deadlock | None = None
     count = 0
@@ -111,18 +121,19 @@ def split_backward(
         except Deadlock as error:
             failure = error
             continue
-        seconds = measure(run.schedule()) if measure else run.step_s
+        seconds = measure(run.program()) if measure else run.step_s
         if seconds < best_s:
-            best, best_s = run, seconds
+            best, best_s, best_tastes = run, seconds, taste
         tastes.tell(taste, seconds)
     if best_s > bound * ENOUGH:
         stock = stock or Stock.of(flow)
-        stock_s = stock.seconds(durations, limits, measure)
-        if stock_s < best_s:
-            return Found(schedule=stock.program.schedule, step_s=stock_s, bound_s=bound, tries=count)
+        if all(peak <= limit.samples + 1e-9 for peak, limit in zip(stock.peaks, limits, strict=True)):
+            seconds = measure(stock.program) if measure else stock.program.run(durations).step_s
+            if seconds < best_s:
+                return Found(run=stock.program, step_s=seconds, bound_s=bound, tries=count)
     if best is None:
         raise failure or Deadlock("1F1B of these items does not fit the memory: allow tries, or make items smaller")
-    return Found(schedule=best.schedule(), step_s=best_s, bound_s=bound, tries=count)
+    return Found(run=best, step_s=best_s, bound_s=bound, tries=count, tastes=best_tastes)
 
 
 def bound_s(
@@ -193,7 +204,7 @@ def _work(times: StageTimes, own: CellItems) -> tuple[float, float, float]:
 class _Tastes:
     """What to try: some that are often good, then the best so far with small changes. Never ends."""
 
-    def __init__(self, flow: Flow, durations: Durations, split: bool) -> None:
+    def __init__(self, flow: Flow, durations: Durations, split: bool, first: Sequence[Taste] | None, seed: int) -> None:
         widths = [len(cells) for cells in flow.stages]
         self._split = split
         counts = [max(map(len, cells)) for cells in flow.stages]
@@ -206,7 +217,8 @@ class _Tastes:
         self._best: tuple[Taste, ...] = ()
         self._best_s = float("inf")
         # Seeded: the same sequence in every process, which a plan has to be.
-        self._random = random.Random(0)
+        self._random = random.Random(seed)
+        self._first = first
 
     def tell(self, tastes: Sequence[Taste], step_s: float) -> None:
         """How long the step is that these gave."""
@@ -214,7 +226,10 @@ class _Tastes:
             self._best, self._best_s = tuple(tastes), step_s
 
     def __iter__(self) -> Iterator[tuple[Taste, ...]]:
-        yield from self._usual()
+        if self._first is None:
+            yield from self._usual()
+        else:
+            yield tuple(self._first)
         while True:
             yield self._changed()
 

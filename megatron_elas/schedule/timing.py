@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from megatron_elas.schedule.actions import Action, Schedule
+from megatron_elas.schedule.actions import Action, Kind, Schedule
 from megatron_elas.schedule.routes import Flow
 from megatron_elas.spec.cost import PassTime, StageTimes
 from megatron_elas.spec.errors import BadUsage
 
 AllTimes = Sequence[StageTimes | Sequence[StageTimes]]
 """Of every stage: the times of its cells, or one for all of them."""
+
+Step = tuple[Kind, int]
+"""A pass, and the index of its item in a ``Flow``."""
 
 NO_LINK = PassTime(sample_s=0.0)
 
@@ -81,7 +85,10 @@ class Timeline:
 
 
 class Program:
-    """The actions of a schedule, sorted so that each comes after all it waits for."""
+    """The actions of a schedule, sorted so that each comes after all it waits for.
+
+    Actions are numbered cell by cell, in the order of each.
+    """
 
     def __init__(self, schedule: Schedule, flow: Flow | None = None) -> None:
         """Sort.
@@ -93,75 +100,115 @@ class Program:
         Raises:
             Deadlock: The orders cannot be carried out even when sends never block.
         """
-        self.schedule = schedule
-        self.flow = flow or Flow(schedule.items)
-        self._list_actions()
-        self._link_actions()
+        flow = flow or Flow(schedule.items)
+        self._prepare(flow, [_steps(flow, schedule, cell) for cell in range(flow.num_cells)])
         self._sort()
+        self.schedule = schedule
+
+    @classmethod
+    def of_steps(cls, flow: Flow, steps: Sequence[Sequence[Step]], sequence: Sequence[int] | None = None) -> Program:
+        """From orders whose actions are named by indices of items.
+
+        Args:
+            flow: Of the items.
+            steps: Of every cell, stage by stage.
+            sequence: Cells, each named once for each of its actions, so that every action comes after what it waits
+                for; without it, actions are sorted.
+
+        Raises:
+            Deadlock: As above.
+        """
+        program = cls.__new__(cls)
+        program._prepare(flow, steps)
+        if sequence is None:
+            program._sort()
+        else:
+            at = [own.start for own in program._own]
+            order = []
+            for cell in sequence:
+                order.append(at[cell])
+                at[cell] += 1
+            program._keep(order)
+        return program
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule."""
+        return schedule_of(self.flow, self.steps)
+
+    @cached_property
+    def actions(self) -> list[Action]:
+        """All of them, cell by cell."""
+        return [action for cells in self.schedule.orders for order in cells for action in order]
 
     def of_cell(self, stage: int, cell: int) -> range:
         """Indices of a cell's actions, in order."""
         return self._own[self.flow.first_cell[stage] + cell]
 
-    def _list_actions(self) -> None:
-        flow = self.flow
-        self.actions: list[Action] = []
+    def _prepare(self, flow: Flow, steps: Sequence[Sequence[Step]]) -> None:
+        """List all actions, and what each waits for besides the one before it on its cell."""
+        self.flow = flow
+        self.steps = steps
+        """Of every cell, stage by stage."""
+        forward, backward = [-1] * len(flow.items), [-1] * len(flow.items)
+        kind_of = flow.kind_of
+        keys: dict[tuple[str, int], int] = {}
+        key: tuple[str, int]
+        classes: list[int] = []
         self._own: list[range] = []
-        self._forward = [-1] * len(flow.items)
-        self._backward = [-1] * len(flow.items)
-        self._items: list[int] = []
-        self._classes: list[int] = []
-        classes: dict[tuple[int, str, int], int] = {}
-        for cell in range(flow.num_cells):
-            stage, place = flow.find(cell)
-            begin = len(self.actions)
-            index = flow.index[stage]
-            order = self.schedule.orders[stage][place]
-            split = {action.item for action in order if action.kind == "W"}
-            for action in order:
-                item = index.get(action.item, -1)
-                if item < 0 or flow.cell_of[item] != cell or action.stage != stage:
-                    raise BadUsage(f"{action} is listed on cell {place} of stage {stage}, which has no such item")
-                kind: str = action.kind
+        i = 0
+        for order in steps:
+            begin = i
+            split = {item for kind, item in order if kind == "W"}
+            for kind, item in order:
+                key = (kind, kind_of[item])
                 if kind == "F":
-                    self._forward[item] = len(self.actions)
+                    forward[item] = i
                 elif kind == "B":
-                    self._backward[item] = len(self.actions)
-                    kind = "B" if action.item in split else "BW"
-                self._items.append(item)
-                self._classes.append(classes.setdefault((cell, kind, flow.samples[item]), len(classes)))
-                self.actions.append(action)
-            self._own.append(range(begin, len(self.actions)))
-        self._duration_classes = tuple(classes)
-
-    def _link_actions(self) -> None:
-        """What every action waits for, besides the one before it on its cell."""
-        flow, classes = self.flow, dict[tuple[int, int], int]()
-        waits: list[list[tuple[int, int]]] = [[] for _ in self.actions]
-        for i, action in enumerate(self.actions):
-            item = self._items[i]
-            if action.kind == "F":
-                sources, where, boundary = flow.before[item], self._forward, action.stage - 1
-            elif action.kind == "B":
-                sources, where, boundary = flow.after[item], self._backward, action.stage
-            else:
-                continue
-            for source, samples in sources:
-                if where[source] < 0:
-                    raise Deadlock(
-                        f"{action} waits for item {flow.items[source].number} of stage "
-                        f"{flow.stage_of_cell[flow.cell_of[source]]}, which is never run there: list it"
-                    )
-                waits[i].append((where[source], classes.setdefault((boundary, samples), len(classes))))
+                    backward[item] = i
+                    if item not in split:
+                        key = ("BW", kind_of[item])
+                classes.append(keys.setdefault(key, len(keys)))
+                i += 1
+            self._own.append(range(begin, i))
+        self._classes, self._keys = classes, tuple(keys)
+        waits: list[list[tuple[int, int]]] = []
+        nothing: list[tuple[int, int]] = []
+        before, after = flow.before, flow.after
+        for order in steps:
+            for kind, item in order:
+                if kind == "F":
+                    waits.append([(forward[source], way) for source, way in before[item]])
+                elif kind == "B":
+                    waits.append([(backward[source], way) for source, way in after[item]])
+                else:
+                    waits.append(nothing)
         self._waits = waits
-        self._delay_classes = tuple(classes)
+        if min(min(forward, default=0), min(backward, default=0)) < 0:
+            self._complain(forward, backward)
+
+    def _complain(self, forward: Sequence[int], backward: Sequence[int]) -> None:
+        """Raise Deadlock where something waits for an action that is on no list."""
+        flow = self.flow
+        for order in self.steps:
+            for kind, item in order:
+                sources, where = (flow.before[item], forward) if kind == "F" else (flow.after[item], backward)
+                for source, _ in () if kind == "W" else sources:
+                    if where[source] < 0:
+                        raise Deadlock(
+                            f"{_action(flow, kind, item)} waits for item {flow.items[source].number} of stage "
+                            f"{flow.stage_of_cell[flow.cell_of[source]]}, which is never run there: list it"
+                        )
 
     def _sort(self) -> None:
         """Kahn's algorithm over cells: each is advanced as far as it goes, then those that it set free."""
         order, at = self._advance(self._waits)
-        if len(order) < len(self.actions):
+        if len(order) < len(self._waits):
             raise Deadlock(self._describe_stop(at))
-        before = [i - 1 for i in range(len(self.actions))]
+        self._keep(order)
+
+    def _keep(self, order: Sequence[int]) -> None:
+        before = list(range(-1, len(self._waits) - 1))
         for own in self._own:
             if own:
                 before[own.start] = -1
@@ -170,11 +217,11 @@ class Program:
     def _advance(self, waits: list[list[tuple[int, int]]]) -> tuple[list[int], list[int]]:
         """Actions in an order in which each comes after what it waits for, and where every cell has stopped."""
         missing = [len(own) for own in waits]
-        followers: list[list[int]] = [[] for _ in self.actions]
+        followers: list[list[int]] = [[] for _ in waits]
         for i, own in enumerate(waits):
             for source, _ in own:
                 followers[source].append(i)
-        cell_of = [self.flow.cell_of[item] for item in self._items]
+        cell_of = [cell for cell, own in enumerate(self._own) for _ in own]
         at = [own.start for own in self._own]
         stops = [own.stop for own in self._own]
         todo = list(range(len(at)))
@@ -217,7 +264,8 @@ class Program:
         for cell, i in enumerate(at):
             if i < self._own[cell].stop:
                 stage, place = self.flow.find(cell)
-                stuck.append(f"cell {place} of stage {stage} at {self.actions[i]}")
+                step = self.steps[cell][i - self._own[cell].start]
+                stuck.append(f"cell {place} of stage {stage} at {_action(self.flow, *step)}")
         return f"the orders wait for each other: {', '.join(stuck)}"
 
     def run(self, durations: Durations, begin_s: Sequence[float] | None = None) -> Timeline:
@@ -228,8 +276,8 @@ class Program:
             begin_s: Of every stage: before which its cells start nothing; without it all start at 0.
         """
         flow = self.flow
-        lengths = [_duration(durations, flow, *key) for key in self._duration_classes]
-        delays = [durations.links[boundary].seconds(samples) for boundary, samples in self._delay_classes]
+        lengths = [_seconds(durations, flow, *key) for key in self._keys]
+        delays = [durations.links[boundary].seconds(samples) for boundary, samples in flow.ways]
         length = [lengths[c] for c in self._classes]
         starts = [0.0] * len(length)
         # One more, so that "the action before the first" has an end.
@@ -252,7 +300,33 @@ def time_schedule(schedule: Schedule, durations: Durations) -> Timeline:
     return Program(schedule).run(durations)
 
 
-def _duration(durations: Durations, flow: Flow, cell: int, kind: str, samples: int) -> float:
+def schedule_of(flow: Flow, steps: Sequence[Sequence[Step]]) -> Schedule:
+    """The schedule of orders whose actions are named by indices of items."""
+    orders: list[list[tuple[Action, ...]]] = [[] for _ in flow.stages]
+    for stage, order in zip(flow.stage_of_cell, steps, strict=True):
+        orders[stage].append(tuple([Action(stage, kind, flow.items[i].number) for kind, i in order]))
+    return Schedule(items=flow.stages, orders=tuple(map(tuple, orders)))
+
+
+def _action(flow: Flow, kind: Kind, item: int) -> Action:
+    return Action(flow.stage_of_cell[flow.cell_of[item]], kind, flow.items[item].number)
+
+
+def _steps(flow: Flow, schedule: Schedule, cell: int) -> list[Step]:
+    """The order of a cell. Raises BadUsage."""
+    stage, place = flow.find(cell)
+    index = flow.index[stage]
+    steps: list[Step] = []
+    for action in schedule.orders[stage][place]:
+        item = index.get(action.item, -1)
+        if item < 0 or flow.cell_of[item] != cell or action.stage != stage:
+            raise BadUsage(f"{action} is listed on cell {place} of stage {stage}, which has no such item")
+        steps.append((action.kind, item))
+    return steps
+
+
+def _seconds(durations: Durations, flow: Flow, kind: str, item_kind: int) -> float:
+    cell, samples = flow.kinds[item_kind]
     stage, place = flow.find(cell)
     times = durations.cells[stage][place]
     if kind == "F":

@@ -231,12 +231,60 @@ class CostSums:
     """
 
     def __init__(self, cost: JobCost, clock: float = 1.0) -> None:
-        self._sums: list[tuple[float, ...]] = [
-            tuple(accumulate(column, initial=0.0)) for column in zip(*_columns(cost.layers, clock), strict=True)
-        ]
-        self._embedding = _columns((cost.embedding,), clock)[0]
-        self._after = [a + b for a, b in zip(*_columns((cost.head, cost.loss), clock), strict=True)]
+        # Layers are often one and the same object.
+        rows = {id(unit): _row(unit, clock) for unit in {id(unit): unit for unit in cost.layers}.values()}
+        columns = zip(*[rows[id(unit)] for unit in cost.layers], strict=True)
+        self._sums: list[list[float]] = [list(accumulate(column, initial=0.0)) for column in columns]
+        self._embedding = _row(cost.embedding, clock)
+        self._after = [a + b for a, b in zip(_row(cost.head, clock), _row(cost.loss, clock), strict=True)]
         self._num_layers = cost.num_layers
+
+    def layers(self, samples: float, items: float, optimizer: float) -> list[float]:
+        """Seconds of the first ``j`` layers, by ``j``, in a step of this many samples, items and optimizer's steps."""
+        sums = self._sums
+        return [
+            samples * (a + c + e) + items * (b + d + f) + optimizer * g
+            for a, b, c, d, e, f, g in zip(*sums[:7], strict=True)
+        ]
+
+    def outer(self, samples: float, items: float, optimizer: float) -> tuple[float, float]:
+        """Likewise of the embedding, and of head and loss."""
+        embedding, after = (
+            samples * (a + c + e) + items * (b + d + f) + optimizer * g
+            for a, b, c, d, e, f, g in (self._embedding[:7], self._after[:7])
+        )
+        return embedding, after
+
+    def step_s(self, first: int, last: int, samples: float, items: float) -> float:
+        """Seconds that a cell computes in a step of this many samples in this many items."""
+        total = self._total
+        each = total(0, first, last) + total(2, first, last) + total(4, first, last)
+        return samples * each + items * (total(1, first, last) + total(3, first, last) + total(5, first, last))
+
+    def stage_times(self, first: int, last: int) -> StageTimes:
+        """The passes of a stage."""
+        total = self._total
+        return StageTimes(
+            forward=PassTime(sample_s=total(0, first, last), fixed_s=total(1, first, last)),
+            input_gradient=PassTime(sample_s=total(2, first, last), fixed_s=total(3, first, last)),
+            weight_gradient=PassTime(sample_s=total(4, first, last), fixed_s=total(5, first, last)),
+        )
+
+    def optimizer_s(self, first: int, last: int) -> float:
+        """Seconds of the optimizer's step over all parameters of the stage; its cells share it when sharded."""
+        return self._total(6, first, last)
+
+    def parameters(self, first: int, last: int) -> float:
+        """Of one lane of the stage."""
+        return self._total(7, first, last)
+
+    def activation_bytes(self, first: int, last: int) -> float:
+        """Per sample that is between F and B."""
+        return self._total(8, first, last)
+
+    def kept_bytes(self, first: int, last: int) -> float:
+        """Per sample that is between B and W."""
+        return self._total(9, first, last)
 
     def _total(self, column: int, first: int, last: int) -> float:
         sums = self._sums[column]
@@ -247,42 +295,11 @@ class CostSums:
             total += self._after[column]
         return total
 
-    def step_s(self, first: int, last: int, samples: float, items: float) -> float:
-        """Seconds that a cell computes in a step of this many samples in this many items."""
-        return samples * self._total(0, first, last) + items * self._total(1, first, last)
 
-    def optimizer_s(self, first: int, last: int) -> float:
-        """Seconds of the optimizer's step over all parameters of the stage; its cells share it when sharded."""
-        return self._total(2, first, last)
-
-    def parameters(self, first: int, last: int) -> float:
-        """Of one lane of the stage."""
-        return self._total(3, first, last)
-
-    def activation_bytes(self, first: int, last: int) -> float:
-        """Per sample that is between F and B."""
-        return self._total(4, first, last)
-
-    def kept_bytes(self, first: int, last: int) -> float:
-        """Per sample that is between B and W."""
-        return self._total(5, first, last)
-
-
-def _columns(units: Sequence[UnitCost], clock: float) -> list[tuple[float, ...]]:
-    rows: list[tuple[float, ...]] = []
-    for unit in units:
-        passes = (unit.forward, unit.input_gradient, unit.weight_gradient)
-        rows.append(
-            (
-                sum(work.sample_s(clock) for work in passes),
-                sum(work.fixed_s for work in passes),
-                unit.optimizer_s,
-                float(unit.parameters),
-                unit.activation_bytes,
-                unit.kept_bytes,
-            )
-        )
-    return rows
+def _row(unit: UnitCost, clock: float) -> tuple[float, ...]:
+    passes = (unit.forward, unit.input_gradient, unit.weight_gradient)
+    times = [seconds for work in passes for seconds in (work.sample_s(clock), work.fixed_s)]
+    return (*times, unit.optimizer_s, float(unit.parameters), unit.activation_bytes, unit.kept_bytes)
 
 
 def load_cost(path: Path) -> JobCost:

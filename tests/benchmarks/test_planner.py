@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from benchmarks.planner import GRIDS, Table, compare, list_losses, read_grid
+from benchmarks.planner import GRIDS, OTHER_GRIDS, Table, compare, list_losses, planning_s, read_grid, situation_of
 from megatron_elas.planner.step_plan import Effort
 from megatron_elas.spec.cluster import load_cluster
 from megatron_elas.spec.job_profile import load_job
@@ -26,11 +26,21 @@ def test_no_loss_empties_a_stage() -> None:
 
 def test_every_loss_gives_its_results(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table()
-    job = load_job("llama2-34b")
-    compare(job, load_cluster("npu-96"), "pp4dp2m4b1", table, Effort(evaluations=6, exact=True))
+    begin = situation_of(load_job("llama2-34b"), load_cluster("npu-96"), "pp4dp2m4b1")
+    table.begin("llama2-34b")
+    compare(begin, "pp4dp2m4b1", table, Effort(evaluations=6, exact=True))
     table.print_results()
     printed = capsys.readouterr().out
     for loss in list_losses(4, 2):
         assert f"RESULT share@pp4dp2m4b1/{loss}=" in printed
         assert f"RESULT vs_recycle@pp4dp2m4b1/{loss}=" in printed
     assert "RESULT share_min=" in printed and "RESULT vs_recycle_min=" in printed
+
+
+def test_the_second_job_has_grids_of_the_first_ones_form() -> None:
+    assert all(read_grid(grid) for grid in OTHER_GRIDS)
+
+
+def test_planning_is_timed_on_the_processor_and_on_the_wall() -> None:
+    used, passed = planning_s(situation_of(load_job("llama2-34b"), load_cluster("npu-96"), "pp4dp2m4b1"), 3)
+    assert 0 < used <= passed * 1.01

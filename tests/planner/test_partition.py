@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elas.planner.partition import StageLoad, moved_parameters, partition, stage_seconds
+from megatron_elas.planner.partition import Fill, Partitioner, StageLoad, moved_parameters, partition, stage_seconds
 from megatron_elas.spec.cost import JobCost, UnitCost, Work
 from megatron_elas.spec.errors import NoFeasiblePlan
 
@@ -62,7 +62,17 @@ def test_no_partition_is_better_than_the_one_found(data: st.DataObject, layers: 
     cost = data.draw(costs(layers))
     own = data.draw(st.lists(loads, min_size=stages, max_size=stages))
     homes = data.draw(st.lists(st.integers(-1, stages - 1), min_size=layers, max_size=layers))
+    fill = data.draw(st.none() | st.builds(Fill, st.integers(1, 3).map(float), st.just(0.25), st.booleans()))
     ranked = []
+
+    def longest(cuts: tuple[int, ...]) -> float:
+        """Seconds until the last stage ends."""
+        busy = stage_seconds(cost, cuts, own)
+        return max(
+            seconds + (0.0 if fill is None else _fill_s(cost, first, fill) + stage * fill.transfer_s * (2 - fill.split))
+            for stage, (seconds, first) in enumerate(zip(busy, cuts, strict=False))
+        )
+
     for inner in combinations(range(1, layers), stages - 1) if stages <= layers else ():
         cuts = (0, *inner, layers)
         needed = [
@@ -70,17 +80,49 @@ def test_no_partition_is_better_than_the_one_found(data: st.DataObject, layers: 
             for (first, last), load in zip(pairwise(cuts), own, strict=True)
         ]
         if max(needed) <= room:
-            ranked.append((max(stage_seconds(cost, cuts, own)), moved_parameters(cost, cuts, homes)))
+            ranked.append((longest(cuts), moved_parameters(cost, cuts, homes)))
     if not ranked:
         with pytest.raises(NoFeasiblePlan, match="layers"):
-            partition(cost, own, room, homes)
+            Partitioner(cost, room).find(own, homes, fill)
         return
-    found = partition(cost, own, room, homes)
+    found = Partitioner(cost, room).find(own, homes, fill)
+    if fill is None:
+        assert found == partition(cost, own, room, homes)
+    assert Partitioner(cost, room).fits(found.cuts, own)
     least = min(seconds for seconds, _ in ranked)
-    assert max(stage_seconds(cost, found.cuts, own)) == pytest.approx(least, rel=1e-9)
+    assert longest(found.cuts) == pytest.approx(least, rel=1e-9)
     assert found.busiest_s == pytest.approx(least, rel=1e-9)
     assert found.moved_parameters == moved_parameters(cost, found.cuts, homes)
     assert found.moved_parameters == min(moved for seconds, moved in ranked if seconds <= least * (1 + 1e-9))
+
+
+def _fill_s(cost: JobCost, first: int, fill: Fill) -> float:
+    """Seconds of one item in all layers before ``first``."""
+    units = (cost.embedding, *cost.layers[:first]) if first else ()
+    return sum(
+        work.seconds(fill.samples)
+        for unit in units
+        for work in (unit.forward, *(() if fill.split else (unit.input_gradient, unit.weight_gradient)))
+    )
+
+
+def test_later_stages_get_fewer_layers_where_the_pipeline_fills_slowly() -> None:
+    plain = JobCost(
+        embedding=unit(0.0),
+        layers=(unit(1.0),) * 24,
+        head=unit(0.0),
+        loss=unit(0.0),
+        boundary_bytes=1,
+        weight_bytes=2,
+        gradient_bytes=4,
+        optimizer_bytes=12,
+    )
+    few = [StageLoad(samples=4, items=4, cells=1, in_flight=1, largest_item=1)] * 4
+    steady = Partitioner(plain, 1e9).find(few)
+    filling = Partitioner(plain, 1e9).find(few, fill=Fill(1.0, 0.0, True))
+    assert steady.cuts == (0, 6, 12, 18, 24)
+    layers = [last - first for first, last in pairwise(filling.cuts)]
+    assert layers[0] > layers[-1] and sorted(layers, reverse=True) == layers
 
 
 def test_the_last_stage_has_fewer_layers_because_of_the_head() -> None:

@@ -23,6 +23,7 @@ def test_recycle_moves_whole_micro_batches_and_no_layer() -> None:
     assert step.candidate is not None
     assert step.candidate.cuts == begin.cuts and step.candidate.size == begin.job.micro_batch_size
     assert step.samples == begin.batch_samples
+    assert recycle(begin, ()).step_s == stock(begin).step_s
     assert step.step_s <= recycle(begin, [(1, 0)], staggered=False).step_s
     # The cell that is left alone has twice the work.
     assert step.step_s > 1.6 * stock(begin).step_s / (1 + 3 / 8)

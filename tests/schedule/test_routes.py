@@ -77,13 +77,15 @@ def test_a_flow_has_the_slices_of_the_routes(items: tuple[StageItems, ...]) -> N
             for piece in slices
         ]
         upper, lower = flow.index[stage].values(), flow.index[stage + 1].values()
-        assert sorted(pairs) == sorted((i, j, part) for i in upper for j, part in flow.after[i])
-        assert sorted(pairs) == sorted((i, j, part) for j in lower for i, part in flow.before[j])
+        assert sorted(pairs) == sorted((i, j, flow.ways[way][1]) for i in upper for j, way in flow.after[i])
+        assert sorted(pairs) == sorted((i, j, flow.ways[way][1]) for j in lower for i, way in flow.before[j])
+        assert {flow.ways[way][0] for i in upper for _, way in flow.after[i]} == {stage}
 
 
 def test_a_flow_finds_cells_and_items_by_their_numbers() -> None:
     flow = Flow([deal_round(4, 1, 2), deal_round(4, 1, 1)])
     assert [flow.find(cell) for cell in range(flow.num_cells)] == [(0, 0), (0, 1), (1, 0)]
-    assert flow.before[flow.index[1][3]] == [(flow.index[0][3], 1)]
-    assert flow.after[flow.index[0][3]] == [(flow.index[1][3], 1)]
+    assert flow.before[flow.index[1][3]] == [(flow.index[0][3], 0)] and flow.ways == [(0, 1)]
+    assert flow.after[flow.index[0][3]] == [(flow.index[1][3], 0)]
+    assert [flow.kinds[kind] for kind in flow.kind_of] == list(zip(flow.cell_of, flow.samples, strict=True))
     assert flow.cell_of[flow.index[0][3]] == 1

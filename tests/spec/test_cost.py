@@ -61,10 +61,14 @@ def test_running_sums_say_what_the_units_say(clock: float) -> None:
     for first in range(5):
         for last in range(first, 5):
             times = COST.stage_times(first, last, clock)
+            own = sums.stage_times(first, last)
+            for kind in ("forward", "input_gradient", "weight_gradient"):
+                assert getattr(own, kind).seconds(3) == pytest.approx(getattr(times, kind).seconds(3))
+            layers, (embedding, after) = sums.layers(6, 2, 0.5), sums.outer(6, 2, 0.5)
+            step = layers[last] - layers[first] + (embedding if first == 0 else 0) + (after if last == 4 else 0)
             assert sums.step_s(first, last, 6, 2) == pytest.approx(6 * times.sample_s + 2 * times.fixed_s)
-            assert sums.step_s(first, last, 6, 2) == pytest.approx(
-                2 * sum(times_.seconds(3) for times_ in (times.forward, times.input_gradient, times.weight_gradient))
-            )
+            expected = 6 * times.sample_s + 2 * times.fixed_s + COST.optimizer_s(first, last, 1) / 2
+            assert step == pytest.approx(expected)
             assert sums.parameters(first, last) == COST.parameters(first, last)
             assert sums.activation_bytes(first, last) == pytest.approx(COST.activation_bytes(first, last))
             assert sums.kept_bytes(first, last) == pytest.approx(COST.kept_bytes(first, last))
