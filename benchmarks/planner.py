@@ -216,7 +216,7 @@ def losses_of(grid: str) -> dict[str, tuple[tuple[int, int], ...]]:
 def compare(begin: Situation, grid: str, table: Table, effort: Effort, *, prefix: str = "") -> None:
     """All losses of a grid."""
     whole, best = stock(begin), ours(begin, (), effort=effort)
-    less = replace(effort, evaluations=effort.evaluations // 2)
+    less = replace(effort, evaluations=effort.evaluations // 3)
     for loss, lost in losses_of(grid).items():
         step = ours(begin, lost, effort=effort)
         now = begin.without(lost)
@@ -320,8 +320,8 @@ def main() -> None:
     for grid in args.grids:
         compare(situation_of(job, cluster, grid), grid, table, effort)
     if not args.short:
-        other, gpus = load_lanes("llama2-13b", 2), load_cluster("gpu-96")
-        table.begin("13b-h100: llama2-13b, TP2, gpu-96")
+        other, gpus = load_lanes("llama2-13b", 4), load_cluster("gpu-96")
+        table.begin("13b-h100: llama2-13b, TP4, gpu-96 (H100)")
         for grid in OTHER_GRIDS:
             compare(situation_of(other, gpus, grid), grid, table, effort, prefix="13b-h100.")
         results = print_clocks("llama2-34b, TP8, gpu-96 (H100)", load_lanes("llama2-34b", 8), gpus, effort)
@@ -329,6 +329,7 @@ def main() -> None:
     for line in results:
         print(f"RESULT {line}")
     print_planning_times()
+    print(f"{time.process_time():.0f} s of one core; load {os.getloadavg()[0]:.1f} at the end")
 
 
 def load_lanes(name: str, tensor_parallel: int) -> JobProfile:
