@@ -16,6 +16,7 @@ from megatron_elas.spec.errors import BadUsage, ElasticError
 COMMANDS = {
     "status": "where a job is",
     "inject": "strike a worker of a running job",
+    "plan": "plan for a job after a loss, and compare policies; nothing is run",
     "doctor": "check the installed Megatron against what is attached to it",
     "patch": "let a checkout's own pretrain_gpt.py take --elastic",
 }

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_elas.cli.text import format_count, format_pairs, format_ranges, format_table
 from megatron_elas.control.environment import TOKEN_VARIABLE
 from megatron_elas.control.launch_options import LaunchOptions
 from megatron_elas.planner.memory import WorkerMemory, estimate_activations, plan_memory, total_parameters
@@ -74,9 +75,9 @@ class JobSheet:
         python = ["python", *(["-m"] if target.is_module else []), target.name, *target.arguments]
         start = "new Pythons" if options.fresh else "forks" + (f" after {options.preload}" if options.preload else "")
         where = "this node" if options.nnodes == 1 else f"{options.controller_host}:{options.controller_port}, node 0"
-        return _pairs(
+        return format_pairs(
             ("dry run", "nothing is started; ports, other nodes and files of checkpoints are not looked at"),
-            ("workers", f"{options.launch.world_size} on {_count(options.nnodes, 'node')}, {start}"),
+            ("workers", f"{options.launch.world_size} on {format_count(options.nnodes, 'node')}, {start}"),
             ("controller", where),
             ("command", shlex.join(python)),
         )
@@ -106,7 +107,7 @@ class JobSheet:
                     f"{job.num_microbatches // job.data_parallel} per cell and step",
                 )
             )
-        return _pairs(*pairs)
+        return format_pairs(*pairs)
 
     # ------------------------------------------------------------ grid
 
@@ -123,13 +124,13 @@ class JobSheet:
             holds = f"{first}-{first + layers - 1}" if layers else "none"
             first += layers
             for index, cell in enumerate(stage):
-                row = [str(number), holds, str(index), _ranges(cell.workers)]
-                row += [_ranges(node_of[worker] for worker in cell.workers), self._domains(cell.workers)]
+                row = [str(number), holds, str(index), format_ranges(cell.workers)]
+                row += [format_ranges(node_of[worker] for worker in cell.workers), self._domains(cell.workers)]
                 if elastic:
-                    row.append(_ranges((plan.backup_of(worker) for worker in cell.workers), ordered=True))
+                    row.append(format_ranges((plan.backup_of(worker) for worker in cell.workers), ordered=True))
                 rows.append(row)
         head = ["stage", "layers", "cell", "workers", "node", "failure domain"]
-        lines.append(_table([*head, "copies kept by"] if elastic else head, rows))
+        lines.append(format_table([*head, "copies kept by"] if elastic else head, rows))
         if elastic:
             lines += self._describe_losses(plan)
         return "\n".join(lines)
@@ -170,14 +171,14 @@ class JobSheet:
         head = ["stage", "workers", "parameters", "weights", "gradients", "optimizer", "activations", "sum"]
         host = ["own staging" if facts.snapshot == "replay" else "own copies", "backups", "sum", "in a recovery"]
         rows = [
-            [str(stage), _ranges(workers), f"{memory.parameters / 1e6:.1f} M"]
+            [str(stage), format_ranges(workers), f"{memory.parameters / 1e6:.1f} M"]
             + [_gib(value) for value in (memory.weights, memory.gradients, memory.optimizer, memory.activations)]
             + [_gib(memory.device)]
             + ([_gib(value) for value in _host_columns(memory)] if copied else [])
             for (stage, memory), workers in groups.items()
         ]
         sums = "device memory, and host memory for the copies that elasticity keeps" if copied else "device memory"
-        lines = [f"memory per worker in GiB: {sums}", _table([*head, *host] if copied else head, rows)]
+        lines = [f"memory per worker in GiB: {sums}", format_table([*head, *host] if copied else head, rows)]
         if copied:
             lines.append(
                 f"Copies (--elastic-snapshot {facts.snapshot}) take up to {_gib(self._largest_node(groups, 'host'))} "
@@ -228,7 +229,7 @@ class JobSheet:
         lines += [f"  {name}={value}" for name, value in sorted(common.items())]
         if own:
             lines.append("and of each")
-            lines.append(_table(own, [[environ[name] for name in own] for environ in environs]))
+            lines.append(format_table(own, [[environ[name] for name in own] for environ in environs]))
         return "\n".join(lines)
 
     def _complete(self, environ: dict[str, str]) -> dict[str, str]:
@@ -251,35 +252,10 @@ def _find_end(plan: ElasticPlan, lost: set[int]) -> str | None:
     for owner in sorted(lost):
         backups = plan.backups_of(owner)
         if lost.issuperset(backups):
-            where = f"worker {owner} and all that keep its copy, {_ranges(backups)}, are lost together"
+            where = f"worker {owner} and all that keep its copy, {format_ranges(backups)}, are lost together"
             nowhere = f"nobody keeps a copy of worker {owner}"
             return f"{where if backups else nowhere} (exit code {ExitCode.STATE_INVALID:d})"
     return None
-
-
-def _pairs(*pairs: tuple[str, str]) -> str:
-    width = max(len(name) for name, _ in pairs)
-    return "\n".join(f"{name:{width}}  {text}" for name, text in pairs)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    return "\n".join(
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *rows)
-    )
-
-
-def _ranges(numbers: Iterable[int | None], *, ordered: bool = False) -> str:
-    """``0-3 8``: runs of successive numbers, in the order given or ascending without repeats; "nobody" for none."""
-    known = [number for number in numbers if number is not None]
-    runs: list[list[int]] = []
-    for number in known if ordered else sorted(set(known)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return " ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "nobody"
 
 
 def _gib(size: float) -> str:
@@ -288,7 +264,3 @@ def _gib(size: float) -> str:
 
 def _host_columns(memory: WorkerMemory) -> tuple[int, ...]:
     return memory.own_copies, memory.backup_copies, memory.host, memory.host_peak
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
