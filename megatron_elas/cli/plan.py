@@ -316,7 +316,9 @@ def _paragraphs(
     if len(steps) > 1 or planned is None:
         parts.append(plan_sheet.describe_policies(steps, given.begin, given.now, before))
     if planned is not None and flags.grid:
-        parts.append(draw_text(planned.order.timeline))
+        parts.append(
+            "the schedule up to the last gradient, and each cell's order\n" + draw_text(planned.order.timeline)
+        )
         parts.append(print_orders(planned.plan.prediction.schedule, planned.order.faults))
     if planned is not None and flags.gantt is not None:
         parts.append(f"drawn in {flags.gantt}")

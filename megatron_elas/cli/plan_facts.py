@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from megatron_elas.planner.dataflow import busiest_share
+from megatron_elas.planner.layouts import Layout
 from megatron_elas.planner.policies import EXACT_ITEMS
 from megatron_elas.planner.prediction import Predictor
 from megatron_elas.planner.situation import divided
@@ -33,6 +34,8 @@ class StageFacts:
     """One past the last."""
     cells: tuple[tuple[int, int], ...]
     """(Stage that the cell is on before, row) of each."""
+    home: int
+    """Stage before that most of the cells are on."""
     items: Span
     """Per cell and step."""
     item_samples: Span
@@ -96,6 +99,7 @@ def stage_facts(plan: StepPlan, predictor: Predictor) -> tuple[StageFacts, ...]:
     situation, new, schedule = plan.situation, plan.candidate, plan.prediction.schedule
     job = divided(situation.job, new.size)
     limits = predictor.limits(new)
+    homes = Layout(new.rows, new.origins).homes
     facts = []
     for stage, (first, last) in enumerate(pairwise(new.cuts)):
         share = busiest_share(job, new.widths[stage], new.deals[stage])
@@ -113,6 +117,7 @@ def stage_facts(plan: StepPlan, predictor: Predictor) -> tuple[StageFacts, ...]:
                 first_layer=first,
                 last_layer=last,
                 cells=tuple(zip(new.origins[stage], new.rows[stage], strict=True)),
+                home=homes[stage],
                 items=items,
                 item_samples=sizes,
                 samples=samples,

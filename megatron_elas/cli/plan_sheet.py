@@ -65,7 +65,7 @@ def describe_stages(stages: Sequence[StageFacts], step_s: float, memory_bytes: i
     head = ["stage", "layers", "cells", "rows", "items", "samples each", "samples", "clock", "busy s", "busy", "GB"]
     return (
         f"stages: items and samples are per cell and step, GB per device, of {memory_bytes / 1e9:.1f}; "
-        f"S:R is row R, now on stage S\n" + format_table(head, rows)
+        f"S:R is row R of stage S\n" + format_table(head, rows)
     )
 
 
@@ -83,10 +83,10 @@ def describe_moves(moves: MoveFacts, backups: BackupFacts) -> str:
     """What is sent, and who keeps whose copy."""
     if moves.transfers:
         layers, transfers = format_count(moves.layers, "layer"), format_count(moves.transfers, "transfer")
-        received, given = moves.received_bytes / 1e9, moves.sent_bytes / 1e9
+        received, given = _bytes(moves.received_bytes), _bytes(moves.sent_bytes)
         sent = (
-            f"{layers} to other stages; {moves.total_bytes / 1e9:.1f} GB of optimizer state in {transfers} per lane\n"
-            f"         a device receives {received:.2f} GB and sends {given:.2f} GB at most: {moves.seconds:.2f} s of its link"
+            f"{layers} to other stages; {_bytes(moves.total_bytes)} of optimizer state in {transfers} per lane\n"
+            f"         a device receives {received} and sends {given} at most: {moves.seconds:.3g} s of its link"
         )
     else:
         sent = "none"
@@ -101,13 +101,10 @@ def describe_moves(moves: MoveFacts, backups: BackupFacts) -> str:
 def describe_order(order: OrderFacts) -> str:
     """What was checked."""
     what = "every cell" if order.exact else "one cell for each stage"
-    ahead = "" if order.receives_ahead is None else f"; receives are posted {order.receives_ahead} actions ahead"
-    return format_pairs(
-        (
-            "checked",
-            f"{order.actions} actions of {what}: every sample once on every stage, no circle, within the memory{ahead}",
-        )
-    )
+    text = f"{order.actions} actions of {what}: every sample once on every stage, no circle, within the memory"
+    if order.receives_ahead is not None:
+        text += f"\n         where sends wait for receives, these are posted {order.receives_ahead} actions ahead"
+    return format_pairs(("checked", text))
 
 
 def describe_policies(
@@ -139,10 +136,13 @@ def describe_policies(
 
 
 def _name_cells(own: StageFacts) -> str:
-    home = max(sorted({origin for origin, _ in own.cells}), key=[origin for origin, _ in own.cells].count)
-    staying = format_ranges(row for origin, row in own.cells if origin == home)
-    return " ".join([staying, *(f"{origin}:{row}" for origin, row in own.cells if origin != home)])
+    staying = format_ranges(row for origin, row in own.cells if origin == own.home)
+    return " ".join([staying, *(f"{origin}:{row}" for origin, row in own.cells if origin != own.home)])
 
 
 def _span(span: Span) -> str:
     return format_span(*span)
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
