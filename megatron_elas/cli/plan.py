@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elas.cli import plan_sheet
+from megatron_elas.cli.job_choice import add_job, read_job, read_policies
 from megatron_elas.cli.plan_facts import (
     BackupFacts,
     MoveFacts,
@@ -32,10 +33,10 @@ from megatron_elas.planner.step_plan import QUICK, THOROUGH, Effort, StepPlan
 from megatron_elas.schedule.actions import format_order
 from megatron_elas.schedule.gantt import write_gantt
 from megatron_elas.schedule.grid import draw_text, print_orders
-from megatron_elas.spec.cluster import Cluster, load_cluster
+from megatron_elas.spec.cluster import Cluster
 from megatron_elas.spec.cost import JobCost, load_cost
 from megatron_elas.spec.errors import BadUsage, ElasticError, ExitCode, NoFeasiblePlan
-from megatron_elas.spec.job_profile import JobProfile, load_job
+from megatron_elas.spec.job_profile import JobProfile
 from megatron_elas.spec.step_report import read_step_reports
 from megatron_elas.spec.tables import as_table
 
@@ -47,12 +48,7 @@ PICTURES = (".svg", ".png", ".html")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The job, what it runs on, what it lost, and what to print."""
     what = parser.add_argument_group("the job")
-    what.add_argument("--job", required=True, help="a profile of configs/jobs, or a .toml file")
-    what.add_argument("--cluster", required=True, help="a profile of configs/clusters, or a .toml file")
-    what.add_argument("--pp", type=int, metavar="P", help="pipeline stages, in place of the profile's")
-    what.add_argument("--dp", type=int, metavar="D", help="data-parallel rows, in place of the profile's")
-    what.add_argument("--micro-batches", type=int, metavar="M", help="in a global batch, over all rows")
-    what.add_argument("--micro-batch-size", type=int, metavar="B", help="samples in each")
+    add_job(what)
     what.add_argument(
         "--lost", type=read_cell, nargs="+", action="extend", default=[], metavar="STAGE:ROW", help="cells, from 0"
     )
@@ -123,7 +119,7 @@ def run(flags: argparse.Namespace) -> int:
         BadUsage: A flag or a file cannot be used.
         NoFeasiblePlan: What is left cannot carry the job.
     """
-    policies = _read_policies(flags.policy)
+    policies = read_policies(flags.policy)
     _check_outputs(flags, policies)
     given = _read_inputs(flags)
     before = _try_stock(given.begin)
@@ -152,14 +148,6 @@ def run(flags: argparse.Namespace) -> int:
 # ------------------------------------------------------------ inputs
 
 
-def _read_policies(text: str) -> list[str]:
-    names = list(dict.fromkeys(word.strip() for word in text.split(",")))
-    for name in names:
-        if name not in POLICIES:
-            raise BadUsage(f"--policy {text}: {name!r} is none: name some of {', '.join(POLICIES)}, with commas")
-    return names
-
-
 def _check_outputs(flags: argparse.Namespace, policies: Sequence[str]) -> None:
     """Before anything is computed."""
     if flags.gantt is not None and flags.gantt.suffix not in PICTURES:
@@ -172,13 +160,7 @@ def _check_outputs(flags: argparse.Namespace, policies: Sequence[str]) -> None:
 
 
 def _read_inputs(flags: argparse.Namespace) -> _Inputs:
-    cluster = load_cluster(flags.cluster)
-    job = _read_job(flags)
-    if job.spec.world_size > cluster.num_devices:
-        raise BadUsage(
-            f"{job.name} takes {job.spec.world_size} workers, and {cluster.name} has {cluster.num_devices} devices: "
-            f"choose a smaller grid with --pp and --dp, or a larger cluster"
-        )
+    job, cluster = read_job(flags)
     begin = Situation.of(job, cluster)
     fit, reports, source = None, 0, f"estimated for {cluster.device.name}"
     if flags.cost is not None:
@@ -203,26 +185,6 @@ def _read_inputs(flags: argparse.Namespace) -> _Inputs:
         source=source,
         fit=fit,
         reports=reports,
-    )
-
-
-def _read_job(flags: argparse.Namespace) -> JobProfile:
-    job = load_job(flags.job)
-    given = (flags.pp, flags.dp, flags.micro_batches, flags.micro_batch_size)
-    for name, value in zip(("--pp", "--dp", "--micro-batches", "--micro-batch-size"), given, strict=True):
-        if value is not None and value < 1:
-            raise BadUsage(f"{name} must be at least 1, got {value}")
-    rows, batches = flags.dp or job.spec.data_parallel, flags.micro_batches or job.spec.num_microbatches
-    if batches % rows:
-        raise BadUsage(
-            f"{batches} micro-batches do not divide by {rows} data-parallel rows: give --micro-batches a multiple of "
-            f"{rows}, such as {-(-batches // rows) * rows}"
-        )
-    return job.with_grid(
-        pipeline_parallel=flags.pp or job.spec.pipeline_parallel,
-        data_parallel=rows,
-        num_microbatches=batches,
-        micro_batch_size=flags.micro_batch_size,
     )
 
 
