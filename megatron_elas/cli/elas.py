@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -15,6 +17,7 @@ from megatron_elas.spec.errors import BadUsage, ElasticError
 
 COMMANDS = {
     "status": "where a job is",
+    "report": "what a job's steps took against what was predicted, and how it recovered",
     "inject": "strike a worker of a running job",
     "plan": "plan for a job after a loss, and compare policies; nothing is run",
     "doctor": "check the installed Megatron against what is attached to it",
@@ -51,7 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags, strange = build_parser(words[0] if words else None).parse_known_args(words)
         if strange:
             raise BadUsage(f"{' '.join(strange)} is not known; elas {flags.command} --help says what it takes")
-        return int(flags.run(flags))
+        code = int(flags.run(flags))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever reads has seen enough. What is still in the buffer would raise again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except ElasticError as error:
         print(f"elas: {error}", file=sys.stderr)
         return int(error.exit_code)

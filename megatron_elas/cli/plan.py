@@ -168,6 +168,8 @@ def _read_inputs(flags: argparse.Namespace) -> _Inputs:
         source = f"read from {flags.cost}"
     elif flags.measured is not None:
         read = read_step_reports(flags.measured)
+        # The first steps under a plan are no measure of those after them.
+        read = tuple(report for report in read if not report.first) or read
         try:
             fit = fit_cost(begin.cost, read)
         except BadUsage as error:

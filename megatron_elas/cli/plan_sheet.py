@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_elas.cli.plan_facts import BackupFacts, MoveFacts, OrderFacts, Span, StageFacts
-from megatron_elas.cli.text import format_count, format_pairs, format_ranges, format_span, format_table
+from megatron_elas.cli.text import (
+    format_bytes,
+    format_count,
+    format_pairs,
+    format_ranges,
+    format_span,
+    format_table,
+    format_time,
+)
 from megatron_elas.planner.policies import PolicyStep
 from megatron_elas.planner.profile import Fit
 from megatron_elas.planner.situation import Situation
@@ -59,12 +67,12 @@ def describe_stages(stages: Sequence[StageFacts], step_s: float, memory_bytes: i
                 f"{own.clock:g}",
                 f"{own.busy_s:.4g}",
                 f"{own.busy_s / step_s:.0%}",
-                f"{own.memory_bytes / 1e9:.1f}",
+                format_bytes(own.memory_bytes),
             ]
         )
-    head = ["stage", "layers", "cells", "rows", "items", "samples each", "samples", "clock", "busy s", "busy", "GB"]
+    head = ["stage", "layers", "cells", "rows", "items", "samples each", "samples", "clock", "busy s", "busy", "memory"]
     return (
-        f"stages: items and samples are per cell and step, GB per device, of {memory_bytes / 1e9:.1f}; "
+        f"stages: items and samples are per cell and step, memory is a device's, of {format_bytes(memory_bytes)}; "
         f"S:R is row R of stage S\n" + format_table(head, rows)
     )
 
@@ -83,10 +91,10 @@ def describe_moves(moves: MoveFacts, backups: BackupFacts) -> str:
     """What is sent, and who keeps whose copy."""
     if moves.transfers:
         layers, transfers = format_count(moves.layers, "layer"), format_count(moves.transfers, "transfer")
-        received, given = _bytes(moves.received_bytes), _bytes(moves.sent_bytes)
+        received, given = format_bytes(moves.received_bytes), format_bytes(moves.sent_bytes)
         sent = (
-            f"{layers} to other stages; {_bytes(moves.total_bytes)} of optimizer state in {transfers} per lane\n"
-            f"         a device receives {received} and sends {given} at most: {moves.seconds:.3g} s of its link"
+            f"{layers} to other stages; {format_bytes(moves.total_bytes)} of optimizer state in {transfers} per lane\n"
+            f"         a device receives {received} and sends {given} at most: {format_time(moves.seconds)} of its link"
         )
     else:
         sent = "none"
@@ -142,7 +150,3 @@ def _name_cells(own: StageFacts) -> str:
 
 def _span(span: Span) -> str:
     return format_span(*span)
-
-
-def _bytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"

@@ -39,6 +39,18 @@ def ask_job(flags: argparse.Namespace, request: InjectRequest | StatusRequest, s
     return ExitCode.FINISHED if answer.ok else ExitCode.BAD_USAGE
 
 
+def find_job(run_id: str | None) -> JobFile:
+    """The job that is meant.
+
+    Args:
+        run_id: The job's, or how it begins; None: the only one here.
+
+    Raises:
+        BadUsage: No job runs here, or more than one could be meant.
+    """
+    return _choose_job(find_jobs(), run_id)
+
+
 def find_controller(address: str | None, run_id: str | None, token: str | None) -> tuple[str, str]:
     """Address and token of a job.
 

@@ -150,6 +150,7 @@ def make_job_file(options: LaunchOptions, host: str, port: int) -> JobFile:
         address=f"ws://{format_host(host)}:{port}",
         token=options.token,
         command=(options.target.name, *options.target.arguments),
+        log_dir=None if options.log_dir is None else str(options.log_dir),
     )
 
 

@@ -33,6 +33,8 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     token: str
     command: tuple[str, ...]
+    log_dir: str | None = None
+    """On this node; None: nothing is written down."""
 
 
 @contextlib.contextmanager

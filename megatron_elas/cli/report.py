@@ -1,0 +1,135 @@
+"""``elas report``: what a job's steps took against what was predicted, and how it recovered, from its log folder."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_elas.cli.report_facts import EpochFacts, JobLog, read_job_log
+from megatron_elas.cli.report_page import draw_page
+from megatron_elas.cli.text import format_count, format_pairs, format_span, format_table, format_time
+from megatron_elas.spec.errors import BadUsage, ExitCode
+from megatron_elas.spec.tables import as_table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which job, and where to write a page."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("path", nargs="?", type=Path, metavar="PATH", help="the folder that elasrun --log-dir named")
+    which.add_argument(
+        "--job", metavar="RUN_ID", help="a job that runs here, or how its run id begins; default: the only job here"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with a plot of the steps")
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Read and print. Raises BadUsage."""
+    if flags.html is not None and (flags.html.is_dir() or not flags.html.parent.is_dir()):
+        raise BadUsage(f"--html {flags.html} cannot be written: give the path of a file in an existing folder")
+    log = read_job_log(_find_folder(flags.job) if flags.path is None else flags.path)
+    if flags.html is not None:
+        try:
+            flags.html.write_text(draw_page(log, describe(log)), encoding="utf-8")
+        except OSError as error:
+            raise BadUsage(f"--html {flags.html} cannot be written ({error.strerror}): name another file") from error
+    print(json.dumps(_facts(log), indent=1) if flags.json else describe(log))
+    return ExitCode.FINISHED
+
+
+def describe(log: JobLog) -> str:
+    """The whole text."""
+    parts = [_describe_log(log)]
+    epochs, recoveries = log.epochs, log.recoveries
+    if epochs:
+        parts.append("steps by epoch: time from begin to end, busy and waiting shares per stage\n" + _epochs(epochs))
+    if recoveries:
+        parts.append("recoveries, in ms\n" + _recoveries(log))
+    return "\n\n".join(parts)
+
+
+def _find_folder(run_id: str | None) -> Path:
+    # Loaded here only: it asks for more than reading a folder takes.
+    jobs = importlib.import_module("megatron_elas.cli.running_jobs")
+    job = jobs.find_job(run_id)
+    if job.log_dir is None:
+        raise BadUsage(
+            f"job {job.run_id} writes nothing down: start it with elasrun --log-dir DIR, or ask 'elas status' about it"
+        )
+    return Path(job.log_dir)
+
+
+def _describe_log(log: JobLog) -> str:
+    workers = {report.worker for report in log.reports}
+    steps = {report.step for report in log.reports}
+    pairs = [("folder", str(log.folder))]
+    if steps:
+        reports, by = format_count(len(log.reports), "report"), format_count(len(workers), "worker")
+        pairs.append(("steps", f"{format_span(min(steps), max(steps))}: {reports} of {by}"))
+    else:
+        pairs.append(("steps", "none was measured"))
+    if log.unrecovered:
+        pairs.append(("lost", f"and not recovered from: {'; '.join(log.unrecovered)}"))
+    if log.controller_restarts:
+        steps_then = ", ".join(map(str, log.controller_restarts))
+        pairs.append(
+            ("controller", f"restarted {format_count(len(log.controller_restarts), 'time')} after step {steps_then}")
+        )
+    if log.end is None:
+        pairs.append(("end", "none is logged: the job runs, or its launcher was killed"))
+    else:
+        sentence = log.end.get("sentence")
+        pairs.append(("end", f"exit code {log.end.get('exit_code')}" + (f": {sentence}" if sentence else "")))
+    if log.earlier_runs:
+        pairs.append(("left out", f"{format_count(log.earlier_runs, 'earlier run')} in the same folder"))
+    return format_pairs(*pairs)
+
+
+def _epochs(epochs: Sequence[EpochFacts]) -> str:
+    rows = [
+        [
+            str(own.epoch),
+            format_span(own.first_step, own.last_step),
+            str(own.steps),
+            str(own.workers),
+            format_time(own.measured_s),
+            "" if own.predicted_s is None else format_time(own.predicted_s),
+            "" if own.ratio is None else f"{own.ratio:.2f}",
+            " ".join("?" if stage.busy is None else f"{stage.busy:.0%}" for stage in own.stages),
+            " ".join("?" if stage.waiting is None else f"{stage.waiting:.0%}" for stage in own.stages),
+            " ".join(f"{stage.last_layer - stage.first_layer}x{stage.cells}" for stage in own.stages),
+        ]
+        for own in epochs
+    ]
+    head = ["epoch", "steps", "seen", "workers", "measured", "predicted", "ratio", "busy", "waiting", "layers x cells"]
+    return format_table(head, rows)
+
+
+def _recoveries(log: JobLog) -> str:
+    names = list(dict.fromkeys(name for recovery in log.recoveries for name in recovery.phases_ms))
+    rows = [
+        [
+            str(recovery.epoch),
+            str(recovery.resume_step),
+            *(f"{recovery.phases_ms[name]:.1f}" if name in recovery.phases_ms else "" for name in names),
+            "; ".join(recovery.lost),
+        ]
+        for recovery in log.recoveries
+    ]
+    return format_table(["epoch", "from step", *names, "lost"], rows)
+
+
+def _facts(log: JobLog) -> dict[str, Any]:
+    return {
+        "folder": str(log.folder),
+        "epochs": [{**as_table(epoch), "ratio": epoch.ratio} for epoch in log.epochs],
+        "recoveries": [as_table(recovery) for recovery in log.recoveries],
+        "unrecovered": log.unrecovered,
+        "controller_restarts": log.controller_restarts,
+        "exit_code": None if log.end is None else log.end.get("exit_code"),
+        "earlier_runs": log.earlier_runs,
+    }
