@@ -25,12 +25,14 @@ from megatron_elas.cli.plan_facts import (
     order_facts,
     stage_facts,
 )
+from megatron_elas.cli.text import format_count
 from megatron_elas.planner.policies import EXACT_ITEMS, POLICIES, PolicyStep, ours, stock
 from megatron_elas.planner.prediction import Predictor
 from megatron_elas.planner.profile import Fit, fit_cost
 from megatron_elas.planner.situation import Situation
 from megatron_elas.planner.step_plan import QUICK, THOROUGH, Effort, StepPlan
 from megatron_elas.schedule.actions import format_order
+from megatron_elas.schedule.checks import Fault
 from megatron_elas.schedule.gantt import write_gantt
 from megatron_elas.schedule.grid import draw_text, print_orders
 from megatron_elas.spec.cluster import Cluster
@@ -136,13 +138,18 @@ def run(flags: argparse.Namespace) -> int:
         print(json.dumps(_facts(given, before, steps, planned, grid=flags.grid), indent=1))
     else:
         print("\n\n".join(_paragraphs(given, before, steps, planned, flags)))
-    if planned is not None and planned.order.faults:
-        raise ElasticError(
-            f"the schedule has {len(planned.order.faults)} faults, the first in stage {planned.order.faults[0].stage}, "
-            f"cell {planned.order.faults[0].cell}: {planned.order.faults[0].text}; this is an error of the planner: "
-            f"report it with the command"
-        )
+    if planned is not None:
+        _refuse_faults(planned.order.faults)
     return ExitCode.FINISHED
+
+
+def _refuse_faults(faults: Sequence[Fault]) -> None:
+    if faults:
+        first = faults[0]
+        raise ElasticError(
+            f"the schedule has {format_count(len(faults), 'fault')}, the first in stage {first.stage}, cell "
+            f"{first.cell}: {first.text}; this is an error of the planner: report it with the command"
+        )
 
 
 # ------------------------------------------------------------ inputs

@@ -107,7 +107,9 @@ def describe_moves(moves: MoveFacts, backups: BackupFacts) -> str:
 
 
 def describe_order(order: OrderFacts) -> str:
-    """What was checked."""
+    """What was checked; what is wrong is told elsewhere."""
+    if order.faults:
+        return format_pairs(("faults", str(len(order.faults))))
     what = "every cell" if order.exact else "one cell for each stage"
     text = f"{order.actions} actions of {what}: every sample once on every stage, no circle, within the memory"
     if order.receives_ahead is not None:

@@ -21,8 +21,10 @@ import psutil
 import pytest
 
 from megatron_elas.cli.launch_flags import TIMEOUT_HELP, build_parser
+from megatron_elas.cli.report_facts import read_job_log
 from megatron_elas.config import ControlTimeouts
 from megatron_elas.control import pulse
+from megatron_elas.spec.report import PHASES
 from tests.cli.launcher import FAST, TOY, WAIT_S, Job, elasrun, launched, wait_gone, write_script
 
 pytestmark = pytest.mark.process
@@ -414,6 +416,10 @@ def test_a_recovery_is_logged_with_who_was_lost_and_where_the_others_are_now(tmp
     assert event["after"] == "stage 0: [0] [1] | stage 1: [2]"
     assert event["survivors"] == [0, 1, 2] and event["resume_step"] >= 5
     assert (event["event"], event["epoch"]) == ("recovery", 1) and event["total"] > 0 and event["time_s"] > 0
+    [told] = read_job_log(tmp_path).recoveries
+    assert told.lost == ("worker 3 (stage 1, cell 1): killed by SIGKILL",)
+    assert list(told.phases_ms) == [*PHASES, "total"]
+    assert sum(told.phases_ms[name] for name in PHASES) == pytest.approx(told.phases_ms["total"], abs=0.05)
 
 
 def test_a_second_loss_during_the_recovery_is_recovered_from_too() -> None:
