@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_elas.cli.plan_facts import BackupFacts, MoveFacts, OrderFacts, Span, StageFacts
-from megatron_elas.cli.text import (
-    format_bytes,
-    format_count,
-    format_pairs,
-    format_ranges,
-    format_span,
-    format_table,
-    format_time,
-)
+from megatron_elas.cli.text import format_bytes, format_count, format_pairs, format_ranges, format_span, format_table
+from megatron_elas.control.step_meter import format_time
 from megatron_elas.planner.policies import PolicyStep
 from megatron_elas.planner.profile import Fit
 from megatron_elas.planner.situation import Situation

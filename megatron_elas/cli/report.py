@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron_elas.cli.report_facts import EpochFacts, JobLog, read_job_log
 from megatron_elas.cli.report_page import draw_page
-from megatron_elas.cli.text import format_count, format_pairs, format_span, format_table, format_time
+from megatron_elas.cli.text import format_count, format_pairs, format_span, format_table
+from megatron_elas.control.step_meter import format_time
 from megatron_elas.spec.errors import BadUsage, ExitCode
 from megatron_elas.spec.tables import as_table
 

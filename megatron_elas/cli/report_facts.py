@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_elas.control.step_log import STEPS_FILE
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.report import PHASES
 from megatron_elas.spec.step_report import StepReport, read_step_reports
 
-STEPS_FILE, EVENTS_FILE = "steps.jsonl", "events.jsonl"
+EVENTS_FILE = "events.jsonl"
 
 Event = Mapping[str, Any]
 """A line of ``events.jsonl``: ``event`` is its name, ``time_s`` when it was written."""

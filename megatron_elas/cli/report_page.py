@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 
 from megatron_elas.cli.report_facts import EpochFacts, JobLog, StepPoint
-from megatron_elas.cli.text import format_time
+from megatron_elas.control.step_meter import format_time
 from megatron_elas.simulator.picture import Box, Line, Picture, Text
 
 WIDTH, HEIGHT = 1100, 380

@@ -37,11 +37,6 @@ def format_span(least: float, most: float) -> str:
     return f"{least:g}" if least == most else f"{least:g}-{most:g}"
 
 
-def format_time(seconds: float) -> str:
-    """Of a step: ``412.0 ms``, ``15.65 s``."""
-    return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds * 1e3:.1f} ms"
-
-
 def format_bytes(size: float) -> str:
     """``57.2 GB``, ``0.148 MB``."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
