@@ -26,7 +26,7 @@ from megatron_elas.spec.cost import JobCost, UnitCost, load_cost
 from megatron_elas.spec.job_profile import load_job
 from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.step_report import PassTotal, StepReport
-from megatron_elas.spec.tables import as_table
+from megatron_elas.spec.tables import as_table, configs_folder
 
 GRID = ["--pp", "4", "--dp", "2", "--micro-batches", "8"]
 JOB = ["plan", "--job", "llama2-34b", "--cluster", "npu-96", *GRID]
@@ -291,3 +291,12 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(timeout=60) == 141
+
+
+def test_the_commands_of_the_docs_are_understood() -> None:
+    text = (configs_folder().parent / "docs/planning.md").read_text()
+    lines = re.findall(r"^\$ elas (.+)$", text, re.M)
+    assert len(lines) >= 3
+    for line in lines:
+        words = line.split()
+        assert elas.build_parser(words[0]).parse_args(words).command == words[0]
