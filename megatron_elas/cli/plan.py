@@ -67,6 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="thorough",
         help="quick: as while workers wait; thorough: as while training goes on (default)",
     )
+    how.add_argument(
+        "--staggered",
+        action="store_true",
+        help="ours: stages step their optimizers one by one, as recycle's do; today's runtime does not",
+    )
     costs = how.add_mutually_exclusive_group()
     costs.add_argument("--cost", type=Path, metavar="FILE.json", help="what the layers cost, as --save-cost wrote it")
     costs.add_argument(
@@ -126,7 +131,7 @@ def run(flags: argparse.Namespace) -> int:
     given = _read_inputs(flags)
     before = _try_stock(given.begin)
     effort = _choose_effort(flags.effort, given.now)
-    steps = [(name, _try_policy(name, given, effort)) for name in policies]
+    steps = [(name, _try_policy(name, given, effort, staggered=flags.staggered)) for name in policies]
     if all(isinstance(step, str) for _, step in steps):
         raise NoFeasiblePlan("; ".join(f"{name}: {step}" for name, step in steps))
     if flags.save_cost is not None:
@@ -233,11 +238,11 @@ def _try_stock(begin: Situation) -> PolicyStep | None:
         return None
 
 
-def _try_policy(name: str, given: _Inputs, effort: Effort) -> PolicyStep | str:
+def _try_policy(name: str, given: _Inputs, effort: Effort, *, staggered: bool) -> PolicyStep | str:
     """Its step, or why there is none."""
     try:
         if name == "ours":
-            return ours(given.begin, given.lost, effort=effort)
+            return ours(given.begin, given.lost, effort=effort, staggered=staggered)
         return POLICIES[name](given.begin, given.lost)
     except NoFeasiblePlan as error:
         return str(error)

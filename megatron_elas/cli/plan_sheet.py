@@ -133,9 +133,14 @@ def describe_policies(
         )
     head = ["policy", "step s", "samples", "cells", "of no loss", "of the share left", "how"]
     notes = "policies: throughput relative to stock 1F1B without a loss, and that relative to the share of cells left"
-    if any(name == "recycle" for name, _ in steps):
-        notes += "; recycle staggers its optimizers, the others do not"
+    staggering = [name for name, step in steps if name == "recycle" or (not isinstance(step, str) and _staggers(step))]
+    if staggering:
+        notes += f"; optimizers are staggered by {' and '.join(staggering)} only"
     return notes + "\n" + format_table(head, rows)
+
+
+def _staggers(step: PolicyStep) -> bool:
+    return step.plan is not None and step.plan.freedom.staggered
 
 
 def _name_cells(own: StageFacts) -> str:

@@ -150,7 +150,15 @@ def test_several_policies_are_compared_and_those_without_a_plan_say_why(capsys: 
     table = text[text.index("policies:") :].splitlines()[2:]
     assert [line.split()[0] for line in table] == list(POLICIES)
     assert "no plan: every replica lost a worker" in next(line for line in table if "torchft" in line)
-    assert "recycle staggers its optimizers" in text
+    assert "optimizers are staggered by recycle only" in text
+
+
+def test_ours_can_stagger_its_optimizers_too(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--lost", "1:1", "--policy", "ours,recycle")
+    staggered = ours(begin(), LOST, effort=THOROUGH, staggered=True)
+    read = facts(*flags, "--staggered", capsys=capsys)
+    assert read["policies"][0]["step_s"] == staggered.step_s != facts(*flags, capsys=capsys)["policies"][0]["step_s"]
+    assert "optimizers are staggered by ours and recycle only" in call(*flags, "--staggered", capsys=capsys)
 
 
 def test_other_policies_can_be_asked_for_alone(capsys: pytest.CaptureFixture[str]) -> None:
