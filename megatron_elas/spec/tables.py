@@ -7,6 +7,7 @@ import json
 import tomllib
 import types
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -76,12 +77,18 @@ def build[Value](kind: type[Value], table: Mapping[str, Any], where: str) -> Val
     ]
     if missing := [name for name in required if name not in table]:
         raise BadUsage(f"{where}: {missing[0]!r} is missing: add it")
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     values = {name: _convert(hints[name], value, f"{where}: {name}") for name, value in table.items()}
     try:
         return kind(**values)
     except BadUsage as error:
         raise BadUsage(f"{where}: {error}") from error
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Worked out once: files of many lines ask for each of them."""
+    return get_type_hints(kind)
 
 
 def as_table(value: Any) -> dict[str, Any]:
