@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 from megatron_elas.simulator.fleet import Change, Fleet
 from megatron_elas.simulator.ledger import Ledger
 from megatron_elas.simulator.outcome import Outcome
-from megatron_elas.simulator.rates import Rate, Rates
+from megatron_elas.simulator.rates import Rate, StepRates
 from megatron_elas.simulator.recovery import (
     Phase,
     RecoveryCosts,
@@ -60,7 +60,7 @@ def simulate(
     policy: str,
     *,
     recovery: RecoveryCosts | None = None,
-    rates: Rates | None = None,
+    rates: StepRates | None = None,
     exact: bool | None = None,
 ) -> Outcome:
     """Run a job through a trace.
@@ -83,7 +83,7 @@ def simulate(
             f"{job.name} needs {job.spec.world_size} devices and {cluster.name} has {cluster.num_devices}: "
             f"choose a smaller grid or a larger cluster"
         )
-    rates = rates or Rates(job, cluster, policy, exact=exact)
+    rates = rates or StepRates(job, cluster, policy, exact=exact)
     return _Run(rates, trace, recovery or load_recovery(policy)).run()
 
 
@@ -106,16 +106,11 @@ class _Over(Exception):
 
 
 class _Run:
-    def __init__(self, rates: Rates, trace: Trace, costs: RecoveryCosts) -> None:
+    def __init__(self, rates: StepRates, trace: Trace, costs: RecoveryCosts) -> None:
         self.rates, self.trace, self.costs = rates, trace, costs
         spec, cluster = rates.job.spec, rates.cluster
         self.fleet = Fleet(cluster, spec.tensor_parallel)
         stages, rows = spec.pipeline_parallel, spec.data_parallel
-        if self.fleet.num_cells < stages * rows:
-            raise BadUsage(
-                f"{cluster.name} has room for {self.fleet.num_cells} cells of {spec.tensor_parallel} devices inside "
-                f"its nodes, and the grid needs {stages * rows}: choose another grid"
-            )
         self.seats = Seats(stages, rows, self.fleet.num_cells)
         self.restart = costs.restart or load_restart()
         self.sizes = Sizes.of(rates.begin, cluster, self.restart.storage_bandwidth)

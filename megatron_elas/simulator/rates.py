@@ -49,7 +49,7 @@ class Rate:
         return self.samples / self.step_s
 
 
-class Rates:
+class StepRates:
     """Of one policy for one job on one cluster. May be shared by simulations of both.
 
     Args:
