@@ -20,6 +20,7 @@ COMMANDS = {
     "report": "what a job's steps took against what was predicted, and how it recovered",
     "inject": "strike a worker of a running job",
     "plan": "plan for a job after a loss, and compare policies; nothing is run",
+    "simulate": "see what becomes of a job over days of failures, policy by policy",
     "doctor": "check the installed Megatron against what is attached to it",
     "patch": "let a checkout's own pretrain_gpt.py take --elastic",
 }

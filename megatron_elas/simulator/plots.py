@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
-from megatron_elas.simulator.outcome import CAUSES, Outcome, Segment
+from megatron_elas.simulator.outcome import CAUSES, Outcome
 from megatron_elas.simulator.picture import Box, Line, Picture, Point, Text
 from megatron_elas.simulator.times import format_duration
 
@@ -22,71 +23,73 @@ SHADES = {
     "stopped": "#444444",
 }
 """Of what time goes to; ``slower`` is the part of training that fewer devices cost."""
-LEFT, RIGHT, TOP, BOTTOM = 64, 24, 56, 44
+LEFT, RIGHT, TOP, BOTTOM = 110, 24, 56, 44
 """Margins in pixels."""
+PANEL, GAP = 110, 14
+"""Height of a policy's panel, and below it, in pixels."""
 GRID = "#dddddd"
-POINTS = 2400
-"""Of a line, at most; with more segments than that a line shows means over equal stretches of time."""
 
 
-def plot_throughput(outcomes: Sequence[Outcome], *, width: int = 1100, height: int = 420) -> Picture:
-    """Samples that count per second, relative to the undisturbed stock job, over time: a line per policy.
+def plot_throughput(outcomes: Sequence[Outcome], *, width: int = 1100) -> Picture:
+    """Samples that count per second, relative to the undisturbed stock job, over time: a panel per policy.
+
+    A pixel shows the mean of the time that it stands for, so a short recovery is a small dip.
 
     Args:
         outcomes: Of the same job and trace, at least one.
         width: In pixels.
-        height: In pixels.
     """
-    picture = Picture(width, height)
-    seconds = max(outcome.seconds for outcome in outcomes)
-    series = [useful_rate(outcome) for outcome in outcomes]
-    highest = max([1.0, *(rate for line in series for _, rate in line)]) * 1.05
-    plain = (width - LEFT - RIGHT, height - TOP - BOTTOM)
-
-    def place(at_s: float, rate: float) -> Point:
-        return LEFT + plain[0] * at_s / seconds, TOP + plain[1] * (1 - rate / highest)
-
-    picture.add(Text(x=LEFT, y=20, text="Training throughput, relative to the undisturbed job", size=14))
-    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
-        picture.add(Line(points=[place(0, tick), place(seconds, tick)], colour=GRID))
-        picture.add(Text(x=LEFT - 8, y=place(0, tick)[1] + 4, text=f"{tick:.2f}", size=11, anchor="end"))
-    for quarter in range(5):
-        at_s = seconds * quarter / 4
-        x, y = place(at_s, 0)
-        anchor = "end" if quarter == 4 else "middle"
-        picture.add(Text(x=x, y=y + 18, text=format_duration(at_s), size=11, anchor=anchor))
-    x = float(LEFT)
-    for index, (outcome, line) in enumerate(zip(outcomes, series, strict=True)):
-        colour = COLOURS[index % len(COLOURS)]
+    picture = Picture(width, TOP - 24 + len(outcomes) * (PANEL + GAP) + BOTTOM)
+    pixels = width - LEFT - RIGHT
+    lines = [useful_rates(outcome, pixels) for outcome in outcomes]
+    highest = 1.05 * max(1.0, *(max(line) for line in lines))
+    picture.add(Text(x=LEFT, y=20, text="Throughput, relative to the undisturbed job", size=14))
+    for index, (outcome, line) in enumerate(zip(outcomes, lines, strict=True)):
+        bottom = TOP - 24 + index * (PANEL + GAP) + PANEL
+        for tick in (0.0, 0.5, 1.0):
+            y = bottom - PANEL * tick / highest
+            picture.add(Line(points=[(LEFT, y), (width - RIGHT, y)], colour=GRID))
+            picture.add(Text(x=LEFT - 6, y=y + 4, text=f"{tick:.1f}", size=10, anchor="end"))
         about = f"{outcome.policy}: goodput {outcome.goodput:.4f}"
-        picture.add(Line(points=[place(*point) for point in line], colour=colour, width=1.5, about=about))
-        picture.add(Box(x=x, y=32, width=14, height=8, colour=colour), Text(x=x + 19, y=41, text=about))
-        x += 40 + 7.2 * len(about)
+        corners = _corners(line, bottom, highest)
+        colour = COLOURS[index % len(COLOURS)]
+        picture.add(Line(points=corners, colour=colour, width=1.5, about=about))
+        picture.add(Text(x=LEFT - 30, y=bottom - PANEL / 2 + 4, text=outcome.policy, anchor="end"))
+    bottom = TOP - 24 + len(outcomes) * (PANEL + GAP) - GAP
+    for quarter in range(5):
+        at_s = outcomes[0].seconds * quarter / 4
+        anchor = "end" if quarter == 4 else "middle"
+        x = LEFT + pixels * quarter / 4
+        picture.add(Text(x=x, y=bottom + 18, text=format_duration(at_s), size=11, anchor=anchor))
     return picture
 
 
-def useful_rate(outcome: Outcome, points: int = POINTS) -> list[tuple[float, float]]:
-    """Corners (second, share of the undisturbed stock rate) of a line through an outcome's segments."""
-    if 2 * len(outcome.segments) <= points:
-        corners = []
-        for segment in outcome.segments:
-            rate = _useful(segment) / outcome.stock_samples_per_s
-            corners += [(segment.begin_s, rate), (segment.end_s, rate)]
-        return corners
-    stretch_s = outcome.seconds / points
-    sums = [0.0] * points
+def useful_rates(outcome: Outcome, count: int) -> list[float]:
+    """Of equal stretches of an outcome's time: samples that count, as a share of the undisturbed stock job's."""
+    stretch_s = outcome.seconds / count
+    sums = [0.0] * count
     for segment in outcome.segments:
-        rate = _useful(segment) / outcome.stock_samples_per_s
-        first = min(int(segment.begin_s / stretch_s), points - 1)
-        last = min(int(segment.end_s / stretch_s), points - 1)
+        if segment.cause != "training":
+            continue
+        first = min(int(segment.begin_s / stretch_s), count - 1)
+        last = min(int(segment.end_s / stretch_s), count - 1)
         for index in range(first, last + 1):
-            begin_s, end_s = index * stretch_s, (index + 1) * stretch_s
-            sums[index] += rate * max(0.0, min(end_s, segment.end_s) - max(begin_s, segment.begin_s))
-    return [((index + 0.5) * stretch_s, total / stretch_s) for index, total in enumerate(sums)]
+            overlap_s = min((index + 1) * stretch_s, segment.end_s) - max(index * stretch_s, segment.begin_s)
+            sums[index] += segment.samples_per_s * max(0.0, overlap_s)
+    return [total / (stretch_s * outcome.stock_samples_per_s) for total in sums]
 
 
-def _useful(segment: Segment) -> float:
-    return segment.samples_per_s if segment.cause == "training" else 0.0
+def _corners(line: Sequence[float], bottom: float, highest: float) -> list[Point]:
+    """Of steps one pixel wide, without those that change nothing."""
+
+    def height(rate: float) -> float:
+        return bottom - PANEL * rate / highest
+
+    corners: list[Point] = [(LEFT, height(line[0]))]
+    for index, (before, after) in enumerate(pairwise(line), 1):
+        if abs(after - before) > 1e-9:
+            corners += [(LEFT + index, height(before)), (LEFT + index, height(after))]
+    return [*corners, (LEFT + len(line), height(line[-1]))]
 
 
 def plot_shares(outcomes: Sequence[Outcome], *, width: int = 1100) -> Picture:
@@ -104,24 +107,24 @@ def plot_shares(outcomes: Sequence[Outcome], *, width: int = 1100) -> Picture:
     height = TOP + len(outcomes) * (row + gap) + BOTTOM
     picture = Picture(width, height)
     picture.add(Text(x=LEFT, y=20, text="What the time went to", size=14))
-    x = 110.0
+    x = float(LEFT)
     for kind in kinds:
         picture.add(Box(x=x, y=32, width=14, height=10, colour=SHADES[kind]), Text(x=x + 18, y=41, text=kind))
         x += 34 + 7.2 * len(kind)
-    whole = (width - 110 - RIGHT) * 0.5
-    second = 110 + whole + 40
+    whole = (width - LEFT - RIGHT) * 0.5
+    second = LEFT + whole + 40
     rest = width - RIGHT - second
     worst = max((1 - part["training"] for part in parts), default=0) or 1.0
     for index, (outcome, part) in enumerate(zip(outcomes, parts, strict=True)):
         y = TOP + index * (row + gap)
-        picture.add(Text(x=100, y=y + 17, text=outcome.policy, anchor="end"))
-        _bar(picture, outcome, part, kinds, 110, y, row, whole)
+        picture.add(Text(x=LEFT - 10, y=y + 17, text=outcome.policy, anchor="end"))
+        _bar(picture, outcome, part, kinds, LEFT, y, row, whole)
         lost = [kind for kind in kinds if kind != "training"]
         _bar(picture, outcome, part, lost, second, y, row, rest / worst)
     y = TOP + len(outcomes) * (row + gap) + 14
     picture.add(
-        Text(x=110, y=y, text="0", size=11),
-        Text(x=110 + whole, y=y, text="100%", size=11, anchor="end"),
+        Text(x=LEFT, y=y, text="0", size=11),
+        Text(x=LEFT + whole, y=y, text="100%", size=11, anchor="end"),
         Text(x=second, y=y, text="lost: 0", size=11),
         Text(x=width - RIGHT, y=y, text=f"{worst:.2%}", size=11, anchor="end"),
     )

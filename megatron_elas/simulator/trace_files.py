@@ -28,6 +28,8 @@ from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.tables import build, find_table, read_table
 
 CSV_HEADER = ["at_s", "devices", "repair_s"]
+MOST_DEVICES = 10_000_000
+"""Of one event; a range that was mistyped does not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +118,10 @@ def parse_devices(text: str) -> tuple[int, ...]:
         first, dash, last = part.partition("-")
         if not _is_number(first) or (dash and (not _is_number(last) or int(last) < int(first))):
             raise BadUsage(f"devices is {text!r}: write numbers and ranges such as '3 8-15'")
-        devices += range(int(first), int(last or first) + 1)
+        numbers = range(int(first), int(last or first) + 1)
+        if len(devices) + len(numbers) > MOST_DEVICES:
+            raise BadUsage(f"devices is {text!r}: these are more than {MOST_DEVICES}")
+        devices += numbers
     return tuple(devices)
 
 
