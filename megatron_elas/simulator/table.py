@@ -13,11 +13,14 @@ JOULES_PER_MWH = 3.6e9
 
 
 def table_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """A heading and a row per policy. Causes that no policy spent time on have no column."""
+    """A heading and a row per policy. ``dropped`` and ``redone`` are samples, ``mean`` and ``worst`` lengths of
+    recoveries; causes are in percent of the time, and those that no policy spent time on have no column.
+    """
     shares = [time_shares(outcome) for outcome in outcomes]
     kinds = ["slower", *CAUSES[1:]]
     kinds = [kind for kind in kinds if any(part[kind] > 0 for part in shares)]
-    head = ["policy", "goodput", "dropped", "redone", "recoveries", "restarts", "mean", "worst", *kinds, "energy"]
+    samples, recoveries = ["dropped", "redone"], ["recoveries", "restarts", "mean", "worst"]
+    head = ["policy", "goodput", *samples, *recoveries, *(f"{kind} %" for kind in kinds), "energy"]
     rows = [head]
     for outcome, part in zip(outcomes, shares, strict=True):
         recovered = outcome.recoveries > 0
@@ -73,4 +76,4 @@ def _format_count(samples: float) -> str:
 def _format_share(share: float) -> str:
     if share == 0:
         return "0"
-    return f"{share:.2%}" if share >= 5e-5 else f"{share:.0e}".replace("e-0", "e-")
+    return f"{100 * share:.2f}" if share >= 5e-5 else f"{100 * share:.0e}".replace("e-0", "e-")
