@@ -10,6 +10,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean, median
 
 import pytest
@@ -79,7 +80,7 @@ def test_a_shape_below_one_makes_the_same_units_fail_again() -> None:
 def test_intervals_of_a_unit_follow_the_weibull_distribution() -> None:
     rate = FailureRate(cause="c", scope="device", per_day=1.0, shape=0.7, repair_s=1e-9)
     found = draw(replace(rate, scope="node"), replace(SMALL, nodes=1), days=20000)
-    gaps = [(after.at_s - before.at_s) / DAY_S for before, after in zip(found, found[1:], strict=False)]
+    gaps = [(after.at_s - before.at_s) / DAY_S for before, after in pairwise(found)]
     scale = 1 / math.gamma(1 + 1 / 0.7)
     for quantile in (0.1, 0.5, 0.9):
         gap = scale * (-math.log(1 - quantile)) ** (1 / 0.7)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from megatron_elas.simulator.outcome import Segment
@@ -74,7 +76,7 @@ def test_shares_sum_to_all_of_the_time_and_bars_are_as_long_as_they() -> None:
     assert all(box.colour == SHADES[box.about.split()[1]] for box in boxes)
     whole = sum(box.width for box in boxes[:4])
     assert [box.width / whole for box in boxes[:4]] == pytest.approx([0.82, 0.08, 0.02, 0.08])
-    for before, after in zip(boxes[:3], boxes[1:4], strict=True):
+    for before, after in pairwise(boxes[:4]):
         assert after.x == pytest.approx(before.x + before.width)
 
 
