@@ -32,7 +32,7 @@ DAYS = 7.0
 """Simulated of a trace that is drawn."""
 GENERATED = "generated"
 MTBF_H, REPAIR_H = 6.0, 2.2
-"""Of ``--trace generated``; the repair time is the mean of Delta's H100 (arXiv 2503.11901)."""
+"""Of ``--trace generated``; the repair time is the one of configs/traces/llama3-405b.toml."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

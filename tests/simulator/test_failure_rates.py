@@ -192,3 +192,11 @@ def test_lengths_and_seeds_that_cannot_be_are_refused() -> None:
         generate(SMALL, rates, 1, -1)
     with pytest.raises(BadUsage, match=r"factor must be above 1, got 0\.9"):
         SlowdownRate(cause="c", per_day=1, factor=0.9, seconds=1)
+
+
+@pytest.mark.parametrize(("devices", "hours"), [(16384, 1.8), (131072, 0.23)])
+def test_rsc_1_fails_as_often_as_its_paper_projects(devices: int, hours: float) -> None:
+    rates = load_trace("rsc-1")
+    assert isinstance(rates, Rates)
+    cluster = replace(load_cluster("a100-96"), nodes=devices // 8)
+    assert 24 / rates.failures_per_day(cluster) == pytest.approx(hours, rel=0.03)
