@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from megatron_elas.simulator.outcome import CAUSES, Outcome
@@ -22,7 +23,7 @@ SHADES = {
     "checkpointing": "#9d755d",
     "stopped": "#444444",
 }
-"""Of what time goes to; ``slower`` is the part of training that fewer devices cost."""
+"""Of what time goes to; ``slower`` is the part of training that missing or slow devices cost."""
 LEFT, RIGHT, TOP, BOTTOM = 110, 24, 56, 44
 """Margins in pixels."""
 PANEL, GAP = 110, 14
@@ -42,19 +43,21 @@ def plot_throughput(outcomes: Sequence[Outcome], *, width: int = 1100) -> Pictur
     picture = Picture(width, TOP - 24 + len(outcomes) * (PANEL + GAP) + BOTTOM)
     pixels = width - LEFT - RIGHT
     lines = [useful_rates(outcome, pixels) for outcome in outcomes]
-    highest = 1.05 * max(1.0, *(max(line) for line in lines))
+    low, high = _range(lines)
     picture.add(Text(x=LEFT, y=20, text="Throughput, relative to the undisturbed job", size=14))
     for index, (outcome, line) in enumerate(zip(outcomes, lines, strict=True)):
         bottom = TOP - 24 + index * (PANEL + GAP) + PANEL
-        for tick in (0.0, 0.5, 1.0):
-            y = bottom - PANEL * tick / highest
-            picture.add(Line(points=[(LEFT, y), (width - RIGHT, y)], colour=GRID))
-            picture.add(Text(x=LEFT - 6, y=y + 4, text=f"{tick:.1f}", size=10, anchor="end"))
+
+        def height(rate: float, bottom: float = bottom) -> float:
+            return bottom - PANEL * (rate - low) / (high - low)
+
+        for tick in (low, (low + 1) / 2, 1.0):
+            picture.add(Line(points=[(LEFT, height(tick)), (width - RIGHT, height(tick))], colour=GRID))
+            picture.add(Text(x=LEFT - 6, y=height(tick) + 4, text=f"{tick:.3g}", size=10, anchor="end"))
         about = f"{outcome.policy}: goodput {outcome.goodput:.4f}"
-        corners = _corners(line, bottom, highest)
         colour = COLOURS[index % len(COLOURS)]
-        picture.add(Line(points=corners, colour=colour, width=1.5, about=about))
-        picture.add(Text(x=LEFT - 30, y=bottom - PANEL / 2 + 4, text=outcome.policy, anchor="end"))
+        picture.add(Line(points=_corners(line, height), colour=colour, width=1.5, about=about))
+        picture.add(Text(x=LEFT - 40, y=bottom - PANEL / 2 + 4, text=outcome.policy, anchor="end"))
     bottom = TOP - 24 + len(outcomes) * (PANEL + GAP) - GAP
     for quarter in range(5):
         at_s = outcomes[0].seconds * quarter / 4
@@ -79,12 +82,14 @@ def useful_rates(outcome: Outcome, count: int) -> list[float]:
     return [total / (stretch_s * outcome.stock_samples_per_s) for total in sums]
 
 
-def _corners(line: Sequence[float], bottom: float, highest: float) -> list[Point]:
+def _range(lines: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Of the axis of all panels: from 0, or from the tenth below all rates where these are all near each other."""
+    least, most = min(map(min, lines)), max(map(max, lines))
+    return (math.floor(10 * min(least, 0.95) + 1e-6) / 10 if least > 0.5 else 0.0), 1.02 * max(1.0, most)
+
+
+def _corners(line: Sequence[float], height: Callable[[float], float]) -> list[Point]:
     """Of steps one pixel wide, without those that change nothing."""
-
-    def height(rate: float) -> float:
-        return bottom - PANEL * rate / highest
-
     corners: list[Point] = [(LEFT, height(line[0]))]
     for index, (before, after) in enumerate(pairwise(line), 1):
         if abs(after - before) > 1e-9:
@@ -95,7 +100,7 @@ def _corners(line: Sequence[float], bottom: float, highest: float) -> list[Point
 def plot_shares(outcomes: Sequence[Outcome], *, width: int = 1100) -> Picture:
     """What the time of each policy went to: all of it, and the lost part enlarged.
 
-    Training is divided in two: what it would have taken at the speed of the undisturbed stock job, and the rest.
+    Training is divided in two: what it would have taken at the policy's own speed without failures, and the rest.
 
     Args:
         outcomes: Of the same job and trace, at least one.
@@ -134,7 +139,7 @@ def plot_shares(outcomes: Sequence[Outcome], *, width: int = 1100) -> Picture:
 def time_shares(outcome: Outcome) -> dict[str, float]:
     """Shares of the time by cause, training divided in two; they sum to 1."""
     parts = {cause: outcome.share(cause) for cause in CAUSES}
-    full = min(outcome.goodput, parts["training"])
+    full = min(outcome.own_goodput, parts["training"])
     return {**parts, "training": full, "slower": parts["training"] - full}
 
 

@@ -20,7 +20,7 @@ def table_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
     kinds = ["slower", *CAUSES[1:]]
     kinds = [kind for kind in kinds if any(part[kind] > 0 for part in shares)]
     samples, recoveries = ["dropped", "redone"], ["recoveries", "restarts", "mean", "worst"]
-    head = ["policy", "goodput", *samples, *recoveries, *(f"{kind} %" for kind in kinds), "energy"]
+    head = ["policy", "goodput", "of own", *samples, *recoveries, *(f"{kind} %" for kind in kinds), "energy"]
     rows = [head]
     for outcome, part in zip(outcomes, shares, strict=True):
         recovered = outcome.recoveries > 0
@@ -28,6 +28,7 @@ def table_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
             [
                 outcome.policy,
                 f"{outcome.goodput:.4f}",
+                f"{outcome.own_goodput:.4f}",
                 _format_count(outcome.dropped),
                 _format_count(outcome.redone),
                 str(outcome.recoveries),

@@ -25,7 +25,7 @@ def test_the_page_has_table_pictures_and_events() -> None:
     picture = plot_throughput(outcomes)
     page = draw_page(outcomes, TRACE, [picture], {"job": "<b>"})
     assert "<title>llama2-34b on npu-96, mine &amp; yours</title>" in page and "job: &lt;b&gt;" in page
-    assert page.count("<td>0.8200</td>") == 2 and picture.svg() in page
+    assert page.count("<td>0.8200</td>") == 4 and picture.svg() in page
     assert "<tr><td>1 min</td><td>host</td><td>0-7</td><td>2 h</td></tr>" in page
     assert "<tr><td>1.5 min</td><td>failure</td><td>9</td><td>ever</td></tr>" in page
     assert "<tr><td>2 h</td><td>heat x1.3</td><td>3</td><td>10 min</td></tr>" in page

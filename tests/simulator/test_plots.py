@@ -48,7 +48,7 @@ def test_there_is_a_panel_per_policy_with_a_line_through_its_rates() -> None:
     for line in lines:
         heights = sorted({round(y, 3) for _, y in line.points})
         full, four_fifths, none = heights
-        assert none - full == pytest.approx(PANEL / 1.05, abs=0.01)
+        assert none - full == pytest.approx(PANEL / 1.02, abs=0.01)
         assert none - four_fifths == pytest.approx(0.8 * (none - full), abs=0.01)
         down = min(x for x, y in line.points if y == pytest.approx(none, abs=0.01))
         assert down == pytest.approx(LEFT + pixels / 2, abs=1)
@@ -80,8 +80,22 @@ def test_shares_sum_to_all_of_the_time_and_bars_are_as_long_as_they() -> None:
         assert after.x == pytest.approx(before.x + before.width)
 
 
-def test_a_policy_that_is_faster_than_stock_has_no_slower_part() -> None:
-    fast = make_outcome(segments=(Segment(begin_s=0, end_s=10, cause="training", samples_per_s=11),))
+def test_what_fewer_devices_cost_is_reckoned_with_the_policys_own_speed() -> None:
+    segments = (Segment(begin_s=0, end_s=10, cause="training", samples_per_s=11),)
+    fast = make_outcome(segments=segments, own_samples_per_s=12.0)
     assert fast.goodput == pytest.approx(1.1)
+    assert time_shares(fast)["slower"] == pytest.approx(1 / 12)
+    # With fewer devices some jobs are faster: there is nothing to show then.
+    fast = make_outcome(segments=segments, own_samples_per_s=10.5)
     assert time_shares(fast)["training"] == 1 and time_shares(fast)["slower"] == 0
-    assert plot_shares([fast]).svg() and plot_throughput([fast]).svg()
+    assert plot_shares([fast]).svg()
+
+
+def test_the_axis_begins_near_the_least_rate_where_all_are_high() -> None:
+    def ticks(rate: float) -> set[str]:
+        quiet = make_outcome(segments=(Segment(begin_s=0, end_s=10, cause="training", samples_per_s=rate),))
+        return {shape.text for shape in plot_throughput([quiet]).shapes if isinstance(shape, Text) and shape.size == 10}
+
+    assert ticks(8.7) == {"0.8", "0.9", "1"} == ticks(8.0)
+    assert ticks(11) == {"0.9", "0.95", "1"} == ticks(9.99)
+    assert ticks(4) == {"0", "0.5", "1"}

@@ -14,6 +14,7 @@ def test_a_row_per_policy_and_a_column_per_cause_that_took_time() -> None:
     assert dict(zip(head, ours, strict=True)) == {
         "policy": "ours",
         "goodput": "0.8200",
+        "of own": "0.8200",
         "dropped": "0",
         "redone": "12",
         "recoveries": "1",
@@ -32,8 +33,9 @@ def test_a_row_per_policy_and_a_column_per_cause_that_took_time() -> None:
 def test_columns_are_aligned() -> None:
     lines = format_table([make_outcome("ours"), make_outcome("elaswave")]).splitlines()
     assert [line.split()[0] for line in lines] == ["policy", "ours", "elaswave"]
-    ends = [line.index("0.8200") + len("0.8200") for line in lines[1:]]
-    assert ends == [lines[0].index("goodput") + len("goodput")] * 2
+    for column, value in (("goodput", "0.8200"), ("slower %", "8.00"), ("energy", "2 MWh")):
+        end = lines[0].index(column) + len(column)
+        assert all(line[:end].endswith(f" {value}") for line in lines[1:])
 
 
 def test_values_are_json_without_segments() -> None:
