@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_elas.cli.job_choice import add_job, read_job, read_policies
+from megatron_elas.cli.text import format_count
 from megatron_elas.planner.policies import POLICIES, ours
 from megatron_elas.simulator.engine import simulate
 from megatron_elas.simulator.failure_rates import DAY_S, FailureRate, Rates, generate
@@ -181,9 +182,14 @@ def _facts(job: JobProfile, cluster: Cluster, trace: Trace) -> dict[str, str]:
         f"{spec.data_parallel}, {spec.num_microbatches} micro-batches of {spec.micro_batch_size}",
         "cluster": f"{cluster.name}: {cluster.num_devices} x {cluster.device.name}"
         + (f", {spares} of them spare" if spares else ""),
-        "trace": f"{trace.name}: {trace.seconds / DAY_S:g} days, {failures} failures"
-        + (f", {slow} slow devices" if slow else ""),
+        "trace": f"{trace.name}: {_format_days(trace.seconds)}, {format_count(failures, 'failure')}"
+        + (f", {format_count(slow, 'slow device')}" if slow else ""),
     }
+
+
+def _format_days(seconds: float) -> str:
+    days = f"{seconds / DAY_S:g}"
+    return f"{days} day" if days == "1" else f"{days} days"
 
 
 def _values(
