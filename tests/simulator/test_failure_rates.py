@@ -200,3 +200,15 @@ def test_rsc_1_fails_as_often_as_its_paper_projects(devices: int, hours: float) 
     assert isinstance(rates, Rates)
     cluster = replace(load_cluster("a100-96"), nodes=devices // 8)
     assert 24 / rates.failures_per_day(cluster) == pytest.approx(hours, rel=0.03)
+
+
+def test_the_page_tells_how_often_clusters_fail() -> None:
+    page = (configs_folder().parent / "docs" / "simulator.md").read_text()
+    rows = [[column.strip() for column in line.split("|")] for line in page.splitlines() if line.startswith("| `")]
+    assert {row[1].strip("`") for row in rows} == {file.stem for file in (configs_folder() / "traces").glob("*.toml")}
+    for _, name, _, *hours, _ in rows:
+        rates = load_trace(name.strip("`"))
+        if isinstance(rates, Rates):
+            for nodes, told in zip((12, 2048, 125000), hours, strict=True):
+                found = 24 / rates.failures_per_day(replace(SMALL, nodes=nodes))
+                assert float(told.replace(",", "")) == pytest.approx(found, rel=0.03), (name, nodes)
