@@ -15,6 +15,8 @@ from megatron_elas.spec.device import require_not_negative, require_positive
 from megatron_elas.spec.errors import BadUsage
 
 DAY_S = 86400.0
+MOST_EVENTS = 2_000_000
+"""Of a trace that is drawn: what fits the memory, a hundred times what a million devices do in a month."""
 
 Floats = NDArray[numpy.float64]
 Indices = NDArray[numpy.int64]
@@ -97,6 +99,11 @@ class Rates:
             rate.per_day * _count_units(cluster.num_devices, rate.devices_per_unit(cluster)) for rate in self.failures
         )
 
+    def events_per_day(self, cluster: Cluster) -> float:
+        """The same, with devices that get slow."""
+        slow = sum(rate.per_day for rate in self.slowdowns) * cluster.num_devices
+        return self.failures_per_day(cluster) + slow
+
 
 def generate(cluster: Cluster, rates: Rates, seconds: float, seed: int) -> Trace:
     """Draw a trace: the same one for the same arguments.
@@ -116,6 +123,12 @@ def generate(cluster: Cluster, rates: Rates, seconds: float, seed: int) -> Trace
         raise BadUsage(f"a trace lasts a number of seconds above 0, not {seconds}")
     if seed < 0:
         raise BadUsage(f"the seed is {seed}: give one that is not negative")
+    expected = seconds / DAY_S * rates.events_per_day(cluster)
+    if expected > MOST_EVENTS:
+        raise BadUsage(
+            f"{rates.name}: some {expected:.0f} events in {seconds / DAY_S:g} days are more than {MOST_EVENTS}: choose "
+            f"fewer days, or lower rates"
+        )
     events: list[Event] = []
     for index, rate in enumerate(rates.failures):
         random = numpy.random.default_rng([seed, 0, index])

@@ -173,14 +173,14 @@ def _build_event(table: Any, where: str) -> Event:
 
 
 def _read_csv(path: Path, lines: list[tuple[int, str]]) -> Iterator[Event]:
-    rows = list(zip([number for number, _ in lines], csv.reader([line for _, line in lines]), strict=True))
-    if not rows or [word.strip() for word in rows[0][1]] != CSV_HEADER:
+    if not lines or _split(lines[0][1], f"{path}:{lines[0][0]}") != CSV_HEADER:
         raise BadUsage(f"{path}: the first line must be {','.join(CSV_HEADER)}")
-    for number, row in rows[1:]:
+    for number, line in lines[1:]:
         where = f"{path}:{number}"
+        row = _split(line, where)
         if len(row) != len(CSV_HEADER):
             raise BadUsage(f"{where} has {len(row)} fields: write {len(CSV_HEADER)}, {','.join(CSV_HEADER)}")
-        at_s, devices, repair_s = (word.strip() for word in row)
+        at_s, devices, repair_s = row
         try:
             yield Failure(
                 at_s=_read_float("at_s", at_s),
@@ -189,6 +189,14 @@ def _read_csv(path: Path, lines: list[tuple[int, str]]) -> Iterator[Event]:
             )
         except BadUsage as error:
             raise BadUsage(f"{where}: {error}") from error
+
+
+def _split(line: str, where: str) -> list[str]:
+    try:
+        (row,) = csv.reader([line], strict=True)
+    except csv.Error as error:
+        raise BadUsage(f"{where} is no valid CSV ({error}): write {','.join(CSV_HEADER)}") from error
+    return [word.strip() for word in row]
 
 
 def _read_float(name: str, text: str) -> float:

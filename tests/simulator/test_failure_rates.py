@@ -190,6 +190,9 @@ def test_lengths_and_seeds_that_cannot_be_are_refused() -> None:
         generate(SMALL, rates, 0, 1)
     with pytest.raises(BadUsage, match="the seed is -1: give one that is not negative"):
         generate(SMALL, rates, 1, -1)
+    often = Rates(name="r", slowdowns=(SlowdownRate(cause="c", per_day=1e3, factor=2, seconds=1),))
+    with pytest.raises(BadUsage, match="r: some 2880000 events in 30 days are more than 2000000: choose fewer days"):
+        generate(SMALL, often, 30 * DAY_S, 1)
     with pytest.raises(BadUsage, match=r"factor must be above 1, got 0\.9"):
         SlowdownRate(cause="c", per_day=1, factor=0.9, seconds=1)
 

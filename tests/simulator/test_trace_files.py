@@ -109,6 +109,7 @@ def test_files_by_hand_need_little(tmp_path: Path) -> None:
         ("a.jsonl", "\n", "a.jsonl holds no event: write at least one line"),
         ("a.csv", "", "a.csv: the first line must be at_s,devices,repair_s"),
         ("a.csv", "1,2,3\n", "a.csv: the first line must be at_s,devices,repair_s"),
+        ("a.csv", 'at_s,devices,repair_s\n1,"2,3\n4,5,6\n', "a.csv:2 is no valid CSV (unexpected end of data): write"),
         ("a.csv", "at_s,devices,repair_s\n1,2\n", "a.csv:2 has 2 fields: write 3, at_s,devices,repair_s"),
         ("a.csv", "at_s,devices,repair_s\n1,2,3\nx,2,3\n", "a.csv:3: at_s is 'x': write a number"),
         ("a.csv", "at_s,devices,repair_s\n1,5-3,3\n", "a.csv:2: devices is '5-3': write numbers and ranges such as"),
