@@ -11,18 +11,17 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from megatron_elas.cli.job_choice import add_job, read_job, read_policies
 from megatron_elas.cli.text import format_count
-from megatron_elas.planner.policies import POLICIES, ours
+from megatron_elas.planner.policies import POLICIES
 from megatron_elas.simulator.engine import simulate
 from megatron_elas.simulator.failure_rates import DAY_S, FailureRate, Rates, generate
 from megatron_elas.simulator.outcome import Outcome
 from megatron_elas.simulator.page import draw_page
 from megatron_elas.simulator.plots import plot_shares, plot_throughput
-from megatron_elas.simulator.rates import EXACT_ITEMS, StepRates, by_class
+from megatron_elas.simulator.rates import StepRates
 from megatron_elas.simulator.table import as_values, format_table
 from megatron_elas.simulator.trace_files import load_trace, write_trace
 from megatron_elas.simulator.traces import Failure, Trace
@@ -96,7 +95,7 @@ def run(flags: argparse.Namespace) -> int:
     refused: dict[str, str] = {}
     for policy in policies:
         try:
-            rates = _staggered(job, cluster) if flags.staggered and policy == "ours" else None
+            rates = StepRates(job, cluster, "ours", staggered=True) if flags.staggered and policy == "ours" else None
             outcomes.append(simulate(job, cluster, trace, policy, rates=rates))
         except NoFeasiblePlan as error:
             refused[policy] = str(error)
@@ -160,16 +159,6 @@ def _single_devices(flags: argparse.Namespace, cluster: Cluster) -> Rates:
         repair_s=3600 * (flags.repair_h or REPAIR_H),
     )
     return Rates(name=f"a device every {mtbf_h:g} h", failures=(rate,))
-
-
-def _staggered(job: JobProfile, cluster: Cluster) -> StepRates:
-    """Of our planner, which does not wait for all optimizers before the next step."""
-    exact = job.spec.pipeline_parallel * job.spec.num_microbatches <= EXACT_ITEMS
-    step = partial(ours, staggered=True) if exact else by_class(staggered=True)
-    return StepRates(job, cluster, "ours", exact=exact, step=step)
-
-
-# ------------------------------------------------------------ output
 
 
 def _facts(job: JobProfile, cluster: Cluster, trace: Trace) -> dict[str, str]:

@@ -36,7 +36,7 @@ EXACT_ITEMS = 10_000
 """Most items (micro-batches times stages) of jobs that are simulated exactly unless asked otherwise."""
 MOST_ROWS = 256
 """Rows of a job that stands for one of more rows."""
-MOST_PIPELINES = 1024
+MOST_PIPELINES = 512
 """The same where each row is a pipeline of its own."""
 BY_CLASS = Effort(evaluations=12, exact=False)
 """Of our planner for situations by symmetry; more evaluations gain less than a percent at 100,000 devices."""
@@ -65,11 +65,19 @@ class StepRates:
         cluster: Where.
         policy: One of ``planner.policies.POLICIES``.
         exact: Whether to ask about every situation; None: if the job is small.
+        staggered: Whether ours steps its optimizers stage by stage, as ReCycle does; today's runtime does not.
         step: Asked instead of the policy of that name, which it is a variant of.
     """
 
     def __init__(
-        self, job: JobProfile, cluster: Cluster, policy: str, *, exact: bool | None = None, step: Policy | None = None
+        self,
+        job: JobProfile,
+        cluster: Cluster,
+        policy: str,
+        *,
+        exact: bool | None = None,
+        staggered: bool = False,
+        step: Policy | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise BadUsage(f"there is no policy {policy!r}: name one of {', '.join(POLICIES)}")
@@ -79,19 +87,15 @@ class StepRates:
         self.exact = spec.pipeline_parallel * spec.num_microbatches <= EXACT_ITEMS if exact is None else exact
         self._step = step or POLICIES[policy]
         self._known: dict[Hashable, Rate | None] = {}
-        self._model, self._ring_s = self.begin, 0.0
         self._of = _BY_SYMMETRY.get(policy, _by_load)
-        if not self.exact:
-            most = {"oobleck": MOST_PIPELINES}.get(policy, MOST_ROWS)
-            if policy in _ANY_ROWS and spec.data_parallel > most:
-                self._model = _with_rows(self.begin, most, spec.num_microbatches // spec.data_parallel)
-                # A reduction and an all-gather, each once round the ring.
-                self._ring_s = 2 * (spec.data_parallel - most) * self.begin.link.latency_s
-            if policy == "ours" and step is None:
-                self._step = by_class()
-        whole = stock(self.begin)
-        self.stock_samples_per_s = whole.samples_per_s
-        self.busy_j_per_sample = self._busy_j(whole.step_s)
+        if policy == "ours" and step is None:
+            self._step = partial(ours, staggered=staggered) if self.exact else by_class(staggered=staggered)
+        whole = Model.of(self.begin, spec.data_parallel, spec.num_microbatches // spec.data_parallel)
+        if self.exact:
+            whole = whole._replace(begin=self.begin)
+        stock_s = stock(whole.begin).step_s + whole.ring_s
+        self.stock_samples_per_s = self.begin.batch_samples / stock_s
+        self.busy_j_per_sample = self._busy_j(whole.begin)
         own = self.rate(Seats(spec.pipeline_parallel, spec.data_parallel, 0))
         if own is None:
             raise NoFeasiblePlan(f"{policy} has no plan for {job.name} on {cluster.name}, even with all its devices")
@@ -105,37 +109,33 @@ class StepRates:
     def rate(self, seats: Seats) -> Rate | None:
         """With some seats missing; None when the policy cannot go on."""
         # No stage of what stands for others is without a cell.
-        if self.exact or max(seats.missing_of_stage) >= self.begin.job.data_parallel:
-            return self._ask(frozenset(seats.missing), lambda: Model(self.begin, set(seats.missing), 1.0))
-        key, model = self._of(seats, self.begin, self._model)
-        return self._ask(key, model)
-
-    def _ask(self, key: Hashable, model: Callable[[], Model]) -> Rate | None:
+        if self.exact or max(seats.missing_of_stage) >= seats.rows:
+            key, model = _as_it_is(seats, self.begin)
+        else:
+            key, model = self._of(seats, self.begin)
         if key not in self._known:
-            self._known[key] = self._answer(model())
+            self._known[key] = self._ask(model())
         return self._known[key]
 
-    def _answer(self, model: Model) -> Rate | None:
-        begin = model.begin
+    def _ask(self, model: Model) -> Rate | None:
         try:
-            found = self._step(begin, model.lost)
+            found = self._step(model.begin, model.lost)
         except NoFeasiblePlan:
             return None
         return Rate(
-            step_s=found.step_s + (self._ring_s if begin is self._model else 0.0),
-            samples=round(found.samples * self.begin.batch_samples / begin.batch_samples),
-            cells=round(found.cells * model.rows_each),
+            step_s=found.step_s + model.ring_s,
+            samples=round(found.samples * self.begin.batch_samples / model.begin.batch_samples),
+            cells=round(found.cells * model.rows / model.begin.job.data_parallel),
         )
 
-    def _busy_j(self, step_s: float) -> float:
+    def _busy_j(self, begin: Situation) -> float:
         """Joules that a sample's computing takes at the nominal clock, beyond what waiting devices draw."""
-        begin = self.begin
         if begin.power is None:
             return 0.0
-        energy = Predictor(begin, exact=self.exact, staggered=False).predict(stay(begin), 0).energy_j
-        assert energy is not None
-        waiting = begin.power.waiting_w * step_s * begin.num_cells * begin.job.tensor_parallel
-        return (energy - waiting) / begin.batch_samples
+        found = Predictor(begin, exact=self.exact, staggered=False).predict(stay(begin), 0)
+        assert found.energy_j is not None
+        waiting_j = begin.power.waiting_w * found.step_s * begin.num_cells * begin.job.tensor_parallel
+        return (found.energy_j - waiting_j) / begin.batch_samples
 
 
 def by_class(*, staggered: bool = False) -> Policy:
@@ -143,62 +143,78 @@ def by_class(*, staggered: bool = False) -> Policy:
     return partial(ours, staggered=staggered, effort=BY_CLASS, freedom=Freedom(cells=False))
 
 
-_ANY_ROWS = frozenset({"ours", "elaswave", "recycle", "oobleck"})
-"""Policies to which the number of rows is nothing but a number; others share micro-batches by whole rows."""
-
-
 class Model(NamedTuple):
     """A situation that stands for all that are alike."""
 
     begin: Situation
     lost: set[Seat]
-    rows_each: float
-    """Rows of the job that one of these rows stands for."""
+    rows: int
+    """Of the job, that those of this situation stand for."""
+
+    @staticmethod
+    def of(begin: Situation, rows: int, each: int, most: int = MOST_ROWS) -> Model:
+        """Nothing lost, of so many rows with so many micro-batches each, in no more than ``most`` rows."""
+        own = min(rows, most)
+        situation = replace(
+            begin,
+            job=replace(begin.job, data_parallel=own, num_microbatches=each * own),
+            rows=(tuple(range(own)),) * begin.num_stages,
+            held=None,
+        )
+        return Model(situation, set(), rows)
+
+    @property
+    def ring_s(self) -> float:
+        """Latency of a reduction and an all-gather that go round more rows than this situation has."""
+        return 2 * (self.rows - self.begin.job.data_parallel) * self.begin.link.latency_s
 
 
 Alike = tuple[Hashable, Callable[[], Model]]
 """What situations that are alike have in common, and what stands for them."""
 
 
-def _by_load(seats: Seats, begin: Situation, model: Situation) -> Alike:
+def _as_it_is(seats: Seats, begin: Situation) -> Alike:
+    return frozenset(seats.missing), lambda: Model(begin, set(seats.missing), seats.rows)
+
+
+def _by_load(seats: Seats, begin: Situation) -> Alike:
     """By the samples of the busiest cell of every stage, stages in the middle in ascending order."""
-    rows, batch = begin.job.data_parallel, begin.batch_samples
-    loads = [-(-batch // (rows - missing)) for missing in seats.missing_of_stage]
+    job, batch = begin.job, begin.batch_samples
+    loads = [-(-batch // (job.data_parallel - missing)) for missing in seats.missing_of_stage]
     key = (loads[0], *sorted(loads[1:-1]), *loads[1:][-1:])
 
     def find() -> Model:
-        own = model.job.data_parallel
-        widths = [max(1, -(-model.batch_samples // load)) for load in key]
-        lost = {(stage, row) for stage, width in enumerate(widths) for row in range(width, own)}
-        return Model(model, lost, rows / own)
+        model = Model.of(begin, job.data_parallel, job.num_microbatches // job.data_parallel)
+        own = model.begin.job.data_parallel
+        widths = [max(1, -(-model.begin.batch_samples // load)) for load in key]
+        return model._replace(lost={(stage, row) for stage, width in enumerate(widths) for row in range(width, own)})
 
     return key, find
 
 
-def _by_whole_rows(seats: Seats, begin: Situation, model: Situation) -> Alike:
+def _by_whole_rows(seats: Seats, begin: Situation) -> Alike:
     """By how many micro-batches the busiest of the whole rows has: as a job of as few rows as have no more."""
+    count = begin.job.num_microbatches
+    whole = seats.rows - len(seats.missing_of_row)
+    if not whole:
+        return 0, _as_it_is(seats, begin)[1]
+    each = -(-count // whole)
+    return each, lambda: Model.of(begin, -(-count // each), each)
+
+
+def _by_cells(seats: Seats, begin: Situation) -> Alike:
+    """By the number of rows that the cells make up, as far as it divides the batch."""
+    count = begin.job.num_microbatches
+    rows = next((rows for rows in range(seats.seated // seats.stages, 0, -1) if count % rows == 0), 0)
+    if not rows:
+        return 0, _as_it_is(seats, begin)[1]
+    return rows, lambda: Model.of(begin, rows, count // rows)
+
+
+def _by_depths(seats: Seats, begin: Situation) -> Alike:
+    """By how many rows miss how many cells, in as many rows as stand for all."""
     job = begin.job
-    whole = job.data_parallel - len(seats.missing_of_row)
-    each = -(-job.num_microbatches // whole) if whole else 0
-
-    def find() -> Model:
-        if not each:
-            return Model(begin, set(seats.missing), 1.0)
-        return Model(_with_rows(begin, -(-job.num_microbatches // each), each), set(), 1.0)
-
-    return each, find
-
-
-def _by_cells(seats: Seats, begin: Situation, model: Situation) -> Alike:
-    """By the number of rows that the cells make up."""
-    whole = seats.seated // begin.num_stages
-    lost = {(stage, row) for stage in range(begin.num_stages) for row in range(whole, seats.rows)}
-    return whole, lambda: Model(begin, lost, 1.0)
-
-
-def _by_depths(seats: Seats, begin: Situation, model: Situation) -> Alike:
-    """By how many rows miss how many cells, in as many rows as the model has."""
-    scale = model.job.data_parallel / begin.job.data_parallel
+    scale = min(1.0, MOST_PIPELINES / job.data_parallel)
     counts = Counter(seats.missing_of_row.values())
     scaled = []
     # From the emptiest rows on; what rounding adds to some is taken from the next.
@@ -212,24 +228,14 @@ def _by_depths(seats: Seats, begin: Situation, model: Situation) -> Alike:
 
     def find() -> Model:
         numbers = (missing for missing, number in key for _ in range(number))
-        lost = {(stage, row) for row, missing in enumerate(numbers) for stage in range(missing)}
-        return Model(model, lost, 1 / scale)
+        model = Model.of(begin, job.data_parallel, job.num_microbatches // job.data_parallel, MOST_PIPELINES)
+        return model._replace(lost={(stage, row) for row, missing in enumerate(numbers) for stage in range(missing)})
 
     return key, find
 
 
-_BY_SYMMETRY: dict[str, Callable[[Seats, Situation, Situation], Alike]] = {
+_BY_SYMMETRY: dict[str, Callable[[Seats, Situation], Alike]] = {
     "torchft": _by_whole_rows,
     "restart": _by_cells,
     "oobleck": _by_depths,
 }
-
-
-def _with_rows(begin: Situation, rows: int, each: int) -> Situation:
-    job = begin.job
-    return replace(
-        begin,
-        job=replace(job, data_parallel=rows, num_microbatches=each * rows),
-        rows=(tuple(range(rows)),) * begin.num_stages,
-        held=None,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from heapq import nsmallest
 
 Seat = tuple[int, int]
 
@@ -17,6 +18,7 @@ class Seats:
         self.missing: set[Seat] = set()
         """Seats without a cell."""
         self.missing_of_stage = [0] * stages
+        self._missing_rows: list[set[int]] = [set() for _ in range(stages)]
         self.missing_of_row: Counter[int] = Counter()
         """Of rows that are not whole."""
         self._seat: dict[int, Seat | None] = {}
@@ -70,25 +72,17 @@ class Seats:
         free = sorted(self.idle - barred, reverse=True)
         taken: list[tuple[int, Seat]] = []
         if by_row:
-            for row, count in sorted(self.missing_of_row.items(), key=lambda item: (item[1], item[0])):
+            for count, row in nsmallest(len(free), ((count, row) for row, count in self.missing_of_row.items())):
                 if count > len(free):
                     break
-                for stage in range(self.stages):
-                    if (stage, row) in self.missing:
-                        taken.append((free.pop(), (stage, row)))
+                taken += [(free.pop(), (stage, row)) for stage in range(self.stages) if (stage, row) in self.missing]
+            for cell, seat in taken:
+                self.sit(cell, seat)
         else:
-            counts = list(self.missing_of_stage)
-            rows: dict[int, list[int]] = {}
-            for stage, row in self.missing if free else ():
-                rows.setdefault(stage, []).append(row)
-            for own in rows.values():
-                own.sort(reverse=True)
-            while free and any(counts):
-                stage = counts.index(max(counts))
-                counts[stage] -= 1
-                taken.append((free.pop(), (stage, rows[stage].pop())))
-        for cell, seat in taken:
-            self.sit(cell, seat)
+            while free and self.missing:
+                stage = self.missing_of_stage.index(max(self.missing_of_stage))
+                taken.append((free.pop(), (stage, min(self._missing_rows[stage]))))
+                self.sit(*taken[-1])
         return taken
 
     def pack_rows(self) -> None:
@@ -105,9 +99,8 @@ class Seats:
         counts = self.missing_of_stage
         while max(counts) - min(counts) > 1:
             poor, rich = counts.index(max(counts)), counts.index(min(counts))
-            seat = min(seat for seat in self.missing if seat[0] == poor)
-            row = next(row for row in range(self.rows) if (rich, row) not in self.missing)
-            self._move((rich, row), seat)
+            row = next(row for row in range(self.rows) if row not in self._missing_rows[rich])
+            self._move((rich, row), (poor, min(self._missing_rows[poor])))
 
     def sit(self, cell: int, seat: Seat) -> None:
         """An idle cell takes a missing seat."""
@@ -116,6 +109,7 @@ class Seats:
         self._cell[seat] = cell
         self.missing.remove(seat)
         stage, row = seat
+        self._missing_rows[stage].remove(row)
         self.missing_of_stage[stage] -= 1
         self.missing_of_row[row] -= 1
         if not self.missing_of_row[row]:
@@ -130,5 +124,6 @@ class Seats:
     def _mark_missing(self, seat: Seat) -> None:
         self._cell.pop(seat, None)
         self.missing.add(seat)
+        self._missing_rows[seat[0]].add(seat[1])
         self.missing_of_stage[seat[0]] += 1
         self.missing_of_row[seat[1]] += 1
