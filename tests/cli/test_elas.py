@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import subprocess
 import sys
 import tempfile
@@ -30,13 +31,15 @@ def test_a_running_job_is_found_looked_at_and_struck(capsys: pytest.CaptureFixtu
         head, where, *workers = capsys.readouterr().out.splitlines()
         assert re.fullmatch(r"job run7 at ws://127\.0\.0\.1:\d+:", head)
         assert where == "running, epoch 0: stage 0: [0] [1] | stage 1: [2] [3]"
-        pids = {int(re.findall(r"worker \d: step \d+, pid (\d+) on ", line)[0]) for line in workers}
+        pids = {int(re.findall(r"worker \d: step .+?, pid (\d+) on ", line)[0]) for line in workers}
         assert pids == {child.pid for child in job.workers()}
         step = 1_000_000
         assert elas.main(["inject", f"kill:worker=9@step={step},phase=between"]) == 2
         assert re.match(r"job run7 at .*: .* there is no worker 9", capsys.readouterr().err)
         # The toy strikes between steps; far enough ahead to arrive in time, near enough to wait for.
-        steps = [int(line.split("step ")[1].split(",")[0]) for line in status_lines(capsys)]
+        while any("not heard yet" in line for line in (lines := status_lines(capsys))):
+            time.sleep(0.02)
+        steps = [int(line.split("step ")[1].split(",")[0]) for line in lines]
         assert elas.main(["inject", f"kill:worker=3@step={max(steps) + 50},phase=between"]) == 0
         assert re.match(r"job run7 at ws:.*: worker 3 will be struck", capsys.readouterr().out)
         outcome = job.finish()
