@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
 import subprocess
 import sys
 import tempfile
+import time
 import types
 from collections.abc import Sequence
 from pathlib import Path
