@@ -37,8 +37,9 @@ def test_a_running_job_is_found_looked_at_and_struck(capsys: pytest.CaptureFixtu
         assert elas.main(["inject", f"kill:worker=9@step={step},phase=between"]) == 2
         assert re.match(r"job run7 at .*: .* there is no worker 9", capsys.readouterr().err)
         # The toy strikes between steps; far enough ahead to arrive in time, near enough to wait for.
-        while any("not heard yet" in line for line in (lines := status_lines(capsys))):
+        while any("not heard yet" in line for line in status_lines(capsys)):
             time.sleep(0.02)
+        lines = status_lines(capsys)
         steps = [int(line.split("step ")[1].split(",")[0]) for line in lines]
         assert elas.main(["inject", f"kill:worker=3@step={max(steps) + 50},phase=between"]) == 0
         assert re.match(r"job run7 at ws:.*: worker 3 will be struck", capsys.readouterr().out)
