@@ -22,7 +22,8 @@ same relative to the policy itself that nothing disturbs. Recoveries are from a 
 
 Lines ``RESULT name=value unit``: ``goodput@SCALE/POLICY`` and ``own@SCALE/POLICY``; ``goodput@SCALE/POLICY/VARIANT``;
 ``vs_POLICY@SCALE`` (ours over it; ``staggered_vs_recycle@SCALE``: both staggered); ``failures@SCALE``;
-``simulated_s@SCALE``: processor seconds of all policies of the first table together.
+``simulated_s@SCALE``: processor seconds of all policies of the first table together; ``controller_ms@N``: processor
+time of the controller's state machine for each of N workers, from a worker's end to the last one's recovery.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from dataclasses import dataclass, replace
 
 from results import print_result, print_table
 
-from megatron_elas.planner.policies import POLICIES
+from megatron_elas.control.messages import WorkerExited
+from megatron_elas.control.states import Running
 from megatron_elas.simulator.engine import simulate
 from megatron_elas.simulator.failure_rates import DAY_S, Rates, generate
 from megatron_elas.simulator.outcome import CAUSES, Outcome
@@ -46,10 +48,11 @@ from megatron_elas.simulator.trace_files import load_trace
 from megatron_elas.simulator.traces import Trace
 from megatron_elas.spec.cluster import Cluster, load_cluster
 from megatron_elas.spec.job_profile import JobProfile, load_job
+from tests.control.jobs import Director, make_job
 
 ROWS = ("ours", "ours, staggered", "elaswave", "recycle", "torchft", "oobleck", "restart")
 CONTROLLER_S = 0.13e-3
-"""Of one controller for each worker: measured on the pure state machine with 512 workers, see goodput.md."""
+"""Of one controller for each worker: ``controller_ms@512``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +163,8 @@ def run_scale(name: str, scale: Scale, trace_name: str, variants: bool) -> None:
     for row, outcome in outcomes.items():
         print_result(f"goodput@{name}/{row.replace(', ', '_')}", outcome.goodput, "ratio", 4)
         print_result(f"own@{name}/{row.replace(', ', '_')}", outcome.own_goodput, "ratio", 4)
-    for rival in POLICIES:
-        if rival != "ours" and outcomes[rival].trained:
+    for rival in ROWS:
+        if rival == policy_of(rival) != "ours" and outcomes[rival].trained:
             print_result(f"vs_{rival}@{name}", outcomes["ours"].trained / outcomes[rival].trained, "ratio")
     both = outcomes["ours, staggered"].trained / outcomes["recycle"].trained
     print_result(f"staggered_vs_recycle@{name}", both, "ratio")
@@ -236,6 +239,20 @@ def print_outcomes(outcomes: dict[str, Outcome]) -> None:
     print()
 
 
+def print_controller(workers: int) -> None:
+    """What one controller takes for a lost worker, on plain values: no sockets, no other process."""
+    director = Director(make_job(pipeline=4, data=workers // 4)).start()
+    assert isinstance(director.state, Running)
+    plan, others = director.state.plan, range(1, workers)
+    begin = time.process_time()
+    director.send(WorkerExited(worker=0, status=-9, at_s=0.0))
+    director.settle(1, others, plan)
+    director.recover(1, others)
+    seconds = time.process_time() - begin
+    assert isinstance(director.state, Running) and director.state.plan.epoch == 1
+    print_result(f"controller_ms@{workers}", seconds / workers * 1e3, "ms")
+
+
 def main() -> None:
     """Parse, simulate, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -245,6 +262,8 @@ def main() -> None:
     args = parser.parse_args()
     load = os.getloadavg()[0]
     print(f"Python {platform.python_version()} on {os.cpu_count()} x {platform.machine()}, load {load:.1f}")
+    for workers in (32, 128, 512, 2048):
+        print_controller(workers)
     for name in args.scales:
         run_scale(name, SCALES[name], args.trace, not args.no_variants)
 
