@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from megatron_elas.cli.plan_facts import (
     stage_facts,
 )
 from megatron_elas.cli.text import format_count
+from megatron_elas.planner.plan import REGROUPING, RESTAGING, RUNTIME
 from megatron_elas.planner.policies import EXACT_ITEMS, POLICIES, PolicyStep, ours, stock
 from megatron_elas.planner.prediction import Predictor
 from megatron_elas.planner.profile import Fit, fit_cost
+from megatron_elas.planner.search import Freedom
 from megatron_elas.planner.situation import Situation
 from megatron_elas.planner.step_plan import QUICK, THOROUGH, Effort, StepPlan
 from megatron_elas.schedule.actions import format_order
@@ -66,6 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("quick", "thorough"),
         default="thorough",
         help="quick: as while workers wait; thorough: as while training goes on (default)",
+    )
+    how.add_argument(
+        "--freedom",
+        choices=("all", "runtime"),
+        default="all",
+        help="ours: what may change; all: whatever a step allows (default), runtime: what a running job carries out",
     )
     how.add_argument(
         "--staggered",
@@ -131,7 +140,7 @@ def run(flags: argparse.Namespace) -> int:
     given = _read_inputs(flags)
     before = _try_stock(given.begin)
     effort = _choose_effort(flags.effort, given.now)
-    steps = [(name, _try_policy(name, given, effort, staggered=flags.staggered)) for name in policies]
+    steps = [(name, _try_policy(name, given, effort, flags)) for name in policies]
     if all(isinstance(step, str) for _, step in steps):
         raise NoFeasiblePlan("; ".join(f"{name}: {step}" for name, step in steps))
     if flags.save_cost is not None:
@@ -238,12 +247,29 @@ def _try_stock(begin: Situation) -> PolicyStep | None:
         return None
 
 
-def _try_policy(name: str, given: _Inputs, effort: Effort, *, staggered: bool) -> PolicyStep | str:
+def _try_policy(name: str, given: _Inputs, effort: Effort, flags: argparse.Namespace) -> PolicyStep | str:
     """Its step, or why there is none."""
+    if name != "ours":
+        return _try(partial(POLICIES[name], given.begin, given.lost))
+    step: PolicyStep | str = ""
+    for freedom in _choose_freedoms(flags.freedom, given.now):
+        plan = partial(ours, given.begin, given.lost, effort=effort, staggered=flags.staggered, freedom=freedom)
+        step = _try(plan)
+        if isinstance(step, PolicyStep):
+            break
+    return step
+
+
+def _choose_freedoms(name: str, now: Situation) -> tuple[Freedom, ...]:
+    """As much as is needed, the least first."""
+    if name == "all":
+        return (Freedom(),)
+    return (REGROUPING,) if now.lost_stages else (RUNTIME, RESTAGING, REGROUPING)
+
+
+def _try(policy: Callable[[], PolicyStep]) -> PolicyStep | str:
     try:
-        if name == "ours":
-            return ours(given.begin, given.lost, effort=effort, staggered=staggered)
-        return POLICIES[name](given.begin, given.lost)
+        return policy()
     except NoFeasiblePlan as error:
         return str(error)
 

@@ -93,10 +93,11 @@ def ring_backups(before: Rows, alive: Rows) -> dict[Cell, Cell]:
             for place, row in enumerate(rows):
                 backups[stage, row] = (near, alive[near][place % len(alive[near])])
             continue
+        kept = set(alive[stage])
         for place, row in enumerate(rows):
-            if row not in alive[stage]:
+            if row not in kept:
                 following = [*rows[place + 1 :], *rows[:place]]
-                heir = next((other for other in following if other in alive[stage]), None)
+                heir = next((other for other in following if other in kept), None)
                 if heir is not None:
                     backups[stage, row] = (stage, heir)
     return backups

@@ -111,6 +111,19 @@ def test_quick_is_the_plan_that_is_made_while_workers_wait(capsys: pytest.Captur
     assert "one cell for each stage" in call("--lost", "1:1", "--effort", "quick", capsys=capsys)
 
 
+def test_a_running_jobs_freedom_moves_whole_micro_batches_and_nothing_else_while_stages_have_cells(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ("--lost", "1:1", "--freedom", "runtime", "--micro-batches", "32", "--grid")
+    plan = facts(*flags, capsys=capsys)["plan"]
+    assert (plan["moves"]["layers"], plan["micro_batch_size"]) == (0, 1)
+    assert {tuple(stage["item_samples"]) for stage in plan["stages"]} == {(1, 1)}
+    assert not any("W" in order for order in plan["orders"].values())
+    assert plan["step_s"] == plan["nothing_s"]
+    lost = facts("--lost", "1:0", "1:1", "--freedom", "runtime", capsys=capsys)["plan"]
+    assert sum(len(stage["cells"]) for stage in lost["stages"]) == 6 and lost["nothing_s"] is None
+
+
 def test_without_a_loss_nothing_is_sent_between_cells_unless_layers_move(capsys: pytest.CaptureFixture[str]) -> None:
     read = facts(capsys=capsys)
     assert read["lost"] == [] and read["surviving_share"] == 1
