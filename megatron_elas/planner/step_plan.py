@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -35,6 +35,8 @@ class Effort:
     """Time every item of every cell; else one cell for each stage, which is as fast for any number of workers."""
 
 
+_LISTED = 8
+"""Most rows that are named one by one."""
 QUICK = Effort(evaluations=3, exact=False)
 """While workers wait for the plan."""
 THOROUGH = Effort(evaluations=120, exact=True)
@@ -170,14 +172,18 @@ class StepPlan:
         if new.num_stages != now.num_stages:
             lines.append(f"The pipeline has {new.num_stages} stages instead of {now.num_stages}.")
         for stage, (origins, rows) in enumerate(zip(new.origins, new.rows, strict=True)):
-            home = layout.homes[stage]
-            for origin, row in zip(origins, rows, strict=True):
+            for origin in sorted(set(origins) - {layout.homes[stage]}):
+                own = [row for other, row in zip(origins, rows, strict=True) if other == origin]
                 if origin == SPARE:
-                    lines.append(f"Spare workers make a cell of stage {stage}.")
-                elif origin != home:
-                    lines.append(f"Row {row} of stage {origin} moves to stage {stage}.")
+                    lines.append(f"Spare workers make {_count(len(own), 'cell')} of stage {stage}.")
+                    continue
+                which = f"{len(own)} rows" if len(own) > _LISTED else f"row{'s' * (len(own) > 1)} {_words(own)}"
+                was = f"stage {origin}" if new.num_stages == now.num_stages else f"what was stage {origin}"
+                lines.append(f"Stage {stage} gets {which} of {was}.")
         layers = [last - first for first, last in pairwise(new.cuts)]
-        text = f"{len(self.moved_layers())} layers change their stage; {self.moved_bytes() / 1e9:.1f} GB are sent"
+        text = (
+            f"{_count(len(self.moved_layers()), 'layer')} to other stages; {self.moved_bytes() / 1e9:.1f} GB are sent"
+        )
         lines.append(f"Layers per stage: {' '.join(map(str, layers))}; {text}.")
         return lines
 
@@ -208,7 +214,7 @@ class StepPlan:
     def _explain_time(self) -> list[str]:
         how = "every item on every cell" if self.effort.exact else "one cell for each stage"
         step = self.prediction.step_s
-        lines = [f"Predicted step: {step:.4g} s ({how} timed; {self.evaluations} orders tried)."]
+        lines = [f"Predicted step: {step:.4g} s ({how} timed; {_count(self.evaluations, 'order')} tried)."]
         if self.situation.lost_stages:
             lines.append("To do nothing is not possible: a stage has no cell left.")
         elif self.nothing is None:
@@ -275,6 +281,14 @@ def make_plan(
 def improve_plan(plan: StepPlan, effort: Effort = THOROUGH) -> StepPlan:
     """A plan that is no slower, at the resolution of the new effort."""
     return make_plan(plan.situation, plan.freedom, effort, (plan.candidate,))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _words(numbers: Iterable[int]) -> str:
+    return " ".join(map(str, numbers))
 
 
 def _joined(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

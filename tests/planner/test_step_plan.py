@@ -104,7 +104,7 @@ def test_a_cell_moves_to_the_stage_that_lost_two() -> None:
     # With one layer per stage only cells can even out the load.
     assert plan.candidate.widths != (4, 2, 4)
     assert plan.prediction.step_s < make_plan(now, Freedom(cells=False), SMALL).prediction.step_s
-    assert "moves to stage" in plan.explain()
+    assert "gets row" in plan.explain()
 
 
 def test_a_shallower_pipeline_is_taken_when_there_are_few_micro_batches() -> None:
