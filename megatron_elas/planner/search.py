@@ -203,6 +203,11 @@ class _Search:
 
     def attempts(self) -> Iterator[_Attempt]:
         """What to try, adapted to what was found."""
+        for attempt in self._attempts():
+            # Where orders are those of 1F1B, none is tried.
+            yield attempt if self.freedom.orders else _Attempt(attempt.candidate, 0)
+
+    def _attempts(self) -> Iterator[_Attempt]:
         situation, freedom = self.situation, self.freedom
         if self.still is not None:
             yield _Attempt(self.still, 0)
@@ -237,7 +242,7 @@ class _Search:
 
     def make(self, attempt: _Attempt) -> None:
         """Time a candidate and keep it if it is better."""
-        candidate, tries = attempt.candidate, attempt.tries if self.freedom.orders else 0
+        candidate, tries = attempt.candidate, attempt.tries
         if attempt.first is None:
             if self.tried.get(candidate, -1) >= tries:
                 return

@@ -88,3 +88,12 @@ def test_no_step_is_shorter_than_the_span_of_a_stage_where_items_are_equal(now: 
         assert max(spans) + max(predictor.tails(candidate)) <= found.step_s * (1 + 1e-9)
         # The busiest cell works all the while.
         assert max(spans) >= max(predictor.time(candidate, found.program).busy_s) * (1 - 1e-9)
+
+
+def test_where_orders_are_fixed_evaluations_go_to_candidates() -> None:
+    now = situation(4, 2, 8, lost=((1, 0),))
+    freedom = Freedom(cells=False, split=False, orders=False)
+    found = search(Predictor(now, exact=True, staggered=False), freedom, 12)
+    assert found.evaluations <= 12 and found.tried >= 6
+    assert found.best.found.tastes is None and found.nothing is not None
+    assert found.best.step_s < found.nothing.step_s
