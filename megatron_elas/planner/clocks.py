@@ -1,6 +1,6 @@
 """Clocks that take out what imbalance is left, in two ways; both keep the order of the schedule.
 
-* **Boost**: the busiest stages run faster, within their range, as long as the step gets shorter.
+* **Boost**: the busiest stages run faster, within their range, each only as fast as makes the step shorter.
 * **Slow**: stages that wait run slower, where that saves energy and the step gets hardly longer. All passes of
   a stage have the same clock, so that a slower stage also fills and drains the pipeline more slowly; hence "hardly".
 """
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from megatron_elas.planner.prediction import Prediction, Predictor, Timed
 
 _SAME = 1 + 1e-9
+_AS_SHORT = 1e-4
+"""Steps longer by less than this are as short: no clock is raised for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,32 +31,41 @@ def nominal(predictor: Predictor, prediction: Prediction) -> Clocked:
 
 
 def boost(predictor: Predictor, prediction: Prediction, start: Clocked | None = None) -> Clocked:
-    """Raise the busiest stage a setting at a time, as long as it helps.
+    """Raise the busiest stages as far as that shortens the step.
 
-    Only stages busier than the mean are raised: a cluster that could run faster as a whole would do so anyway.
+    Only stages busier than the mean are raised: a cluster that could run faster as a whole would do so anyway. No step is
+    shorter than with all of these at their highest clock. From there each is lowered, the least busy first, to where the
+    step begins to get longer.
 
     Args:
         predictor: Of the situation.
         prediction: Whose schedule is followed.
         start: The nominal clocks, where they were timed already.
     """
-    best = start or nominal(predictor, prediction)
+    plain = start or nominal(predictor, prediction)
     clock = predictor.situation.clock
-    if clock is None:
-        return best
-    settings = clock.settings()
-    mean = sum(best.timed.busy_s) / len(best.timed.busy_s)
-    raised = {stage for stage, busy in enumerate(best.timed.busy_s) if busy > mean * _SAME}
-    while raised:
-        busy = best.timed.busy_s
-        stage = max(raised, key=lambda own: (busy[own], -own))
-        faster = next((setting for setting in settings if setting > best.clocks[stage] + 1e-9), None)
-        if faster is None:
-            return best
-        other = _with(predictor, prediction, best.clocks, stage, faster)
-        if other.timed.step_s >= best.timed.step_s:
-            return best
-        best = other
+    settings = [setting for setting in clock.settings() if setting > 1 + 1e-9] if clock else []
+    busy = plain.timed.busy_s
+    mean = sum(busy) / len(busy)
+    raised = sorted((stage for stage, own in enumerate(busy) if own > mean * _SAME), key=lambda stage: busy[stage])
+    if not settings or not raised:
+        return plain
+    highest = tuple(settings[-1] if stage in raised else 1.0 for stage in range(len(busy)))
+    best = Clocked(clocks=highest, timed=predictor.time(prediction.candidate, prediction.program, highest))
+    limit_s = best.timed.step_s * (1 + _AS_SHORT)
+    if limit_s >= plain.timed.step_s:
+        return plain
+    for stage in raised:
+        # A lower clock never makes the step shorter, so the lowest that will do is found by halving.
+        lower = [1.0, *settings]
+        low, high = 0, len(settings)
+        while low < high:
+            middle = (low + high) // 2
+            other = _with(predictor, prediction, best.clocks, stage, lower[middle])
+            if other.timed.step_s <= limit_s:
+                best, high = other, middle
+            else:
+                low = middle + 1
     return best
 
 
