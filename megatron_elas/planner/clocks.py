@@ -7,7 +7,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_elas.planner.prediction import Prediction, Predictor, Timed
 
@@ -33,9 +36,9 @@ def nominal(predictor: Predictor, prediction: Prediction) -> Clocked:
 def boost(predictor: Predictor, prediction: Prediction, start: Clocked | None = None) -> Clocked:
     """Raise the busiest stages as far as that shortens the step.
 
-    Only stages busier than the mean are raised: a cluster that could run faster as a whole would do so anyway. No step is
-    shorter than with all of these at their highest clock. From there each is lowered, the least busy first, to where the
-    step begins to get longer.
+    Only stages busier than the mean are raised: a cluster that could run faster as a whole would do so anyway. No step
+    is shorter than with all of these at their highest clock. From there each is lowered, the least busy first, to where
+    the step begins to get longer.
 
     Args:
         predictor: Of the situation.
@@ -80,20 +83,33 @@ def slow(predictor: Predictor, prediction: Prediction, start: Clocked | None = N
     """
     best = start or nominal(predictor, prediction)
     clock = predictor.situation.clock
-    if clock is None or best.timed.energy_j is None:
+    power = predictor.situation.power
+    if clock is None or power is None or best.timed.energy_j is None:
         return best
-    limit_s = best.timed.step_s * (1 + slack) * _SAME
+    step_s = best.timed.step_s
+    limit_s = step_s * (1 + slack) * _SAME
+    settings = [setting for setting in clock.settings() if setting < 1 - 1e-9]
     busy = best.timed.busy_s
     for stage in sorted(range(len(busy)), key=lambda own: (busy[own], own)):
-        for setting in reversed(clock.settings()):
-            if setting >= best.clocks[stage]:
-                continue
-            other = _with(predictor, prediction, best.clocks, stage, setting)
-            if other.timed.step_s > limit_s:
-                break
-            if _energy(other) < _energy(best):
-                best = other
+        # As the clock goes down, energy falls and then rises, while the step only gets longer.
+        needed = partial(predictor.stage_energy_j, prediction.candidate, stage, step_s, power=power)
+        low, high = bisect_left(range(len(settings) - 1), True, key=partial(_rises, settings, needed)), len(settings)
+        middle = low
+        while low < high:
+            other = _with(predictor, prediction, best.clocks, stage, settings[middle])
+            if other.timed.step_s <= limit_s:
+                high = middle
+                if _energy(other) < _energy(best):
+                    best = other
+            else:
+                low = middle + 1
+            middle = (low + high) // 2
     return best
+
+
+def _rises(settings: list[float], needed: Callable[[float], float], at: int) -> bool:
+    """Whether the next clock takes more energy."""
+    return needed(settings[at]) <= needed(settings[at + 1])
 
 
 def _energy(clocked: Clocked) -> float:

@@ -35,6 +35,7 @@ from megatron_elas.schedule.split_backward import Found, Stock, bound_s, split_b
 from megatron_elas.schedule.timing import Durations, Program, Timeline
 from megatron_elas.spec.cluster import Link
 from megatron_elas.spec.cost import CostSums, JobCost, PassTime, StageTimes
+from megatron_elas.spec.device import PowerCurve
 from megatron_elas.spec.job import JobSpec
 
 _STEPS = 6
@@ -237,12 +238,31 @@ class Predictor:
         power = self.situation.power
         if power is None:
             return None
-        total = 0.0
-        for stage, own in enumerate(work):
-            clock = clocks[stage] if clocks else 1.0
-            each = sum(power.energy_j(busy, max(0.0, step_s - busy), clock) for busy in own)
-            total += each if self.exact else each * candidate.widths[stage]
-        return total * self.situation.job.tensor_parallel
+        return sum(
+            self._stage_energy(candidate, stage, own, step_s, clocks[stage] if clocks else 1.0, power)
+            for stage, own in enumerate(work)
+        )
+
+    def _stage_energy(
+        self,
+        candidate: Candidate,
+        stage: int,
+        work: Sequence[float],
+        step_s: float,
+        clock: float,
+        power: PowerCurve,
+    ) -> float:
+        own = sum(power.energy_j(busy, max(0.0, step_s - busy), clock) for busy in work)
+        cells = 1 if self.exact else candidate.widths[stage]
+        return own * cells * self.situation.job.tensor_parallel
+
+    def stage_energy_j(self, candidate: Candidate, stage: int, step_s: float, clock: float, power: PowerCurve) -> float:
+        """Of all devices of a stage in a step of this length, at this clock."""
+        times = self._stage_times(candidate, stage, clock)
+        work = [
+            samples * times.sample_s + items * times.fixed_s for samples, items in self._items(candidate).shares[stage]
+        ]
+        return self._stage_energy(candidate, stage, work, step_s, clock, power)
 
     def _job(self, size: int) -> JobSpec:
         if size not in self._jobs:
@@ -273,21 +293,23 @@ class Predictor:
     def _durations(self, candidate: Candidate, clocks: Sequence[float] | None = None) -> Durations:
         cost, link = self.situation.cost, self.situation.link
         items = self._items(candidate).items
-        times_of = []
-        for stage, (first, last) in enumerate(pairwise(candidate.cuts)):
-            times_of.append(self.sums(clocks[stage] if clocks else 1.0).stage_times(first, last))
-        exact = Durations.of(times_of, items, [crossing(cost, link)] * (len(items) - 1))
-        if self.exact:
-            return exact
-        cells = []
-        for stage, (times, *_) in enumerate(exact.cells):
-            samples, passes = self._shares(candidate, stage)
-            cells.append((_scaled(times, samples, passes),))
-        links = [
-            PassTime(sample_s=link.sample_s / min(pair), fixed_s=link.fixed_s)
-            for link, pair in zip(exact.links, pairwise(candidate.widths), strict=True)
+        times_of = [
+            self._stage_times(candidate, stage, clocks[stage] if clocks else 1.0)
+            for stage in range(candidate.num_stages)
         ]
-        return Durations(cells=tuple(cells), links=tuple(links))
+        each = crossing(cost, link)
+        links = [each] * (len(items) - 1)
+        if not self.exact:
+            # Cells send side by side.
+            links = [
+                PassTime(sample_s=each.sample_s / min(pair), fixed_s=each.fixed_s)
+                for pair in pairwise(candidate.widths)
+            ]
+        return Durations.of(times_of, items, links)
+
+    def _stage_times(self, candidate: Candidate, stage: int, clock: float) -> StageTimes:
+        times = self.sums(clock).stage_times(candidate.cuts[stage], candidate.cuts[stage + 1])
+        return times if self.exact else _scaled(times, *self._shares(candidate, stage))
 
     def _limits(self, candidate: Candidate, items: Sequence[StageItems]) -> tuple[Limit, ...]:
         situation = self.situation

@@ -233,8 +233,13 @@ class CostSums:
     def __init__(self, cost: JobCost, clock: float = 1.0) -> None:
         # Layers are often one and the same object.
         rows = {id(unit): _row(unit, clock) for unit in {id(unit): unit for unit in cost.layers}.values()}
-        columns = zip(*[rows[id(unit)] for unit in cost.layers], strict=True)
-        self._sums: list[list[float]] = [list(accumulate(column, initial=0.0)) for column in columns]
+        self._sums: list[list[float]]
+        if len(rows) == 1:
+            (row,) = rows.values()
+            self._sums = [[each * count for count in range(len(cost.layers) + 1)] for each in row]
+        else:
+            columns = zip(*[rows[id(unit)] for unit in cost.layers], strict=True)
+            self._sums = [list(accumulate(column, initial=0.0)) for column in columns]
         self._embedding = _row(cost.embedding, clock)
         self._after = [a + b for a, b in zip(_row(cost.head, clock), _row(cost.loss, clock), strict=True)]
         self._num_layers = cost.num_layers
