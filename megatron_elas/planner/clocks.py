@@ -15,6 +15,8 @@ from functools import partial
 from megatron_elas.planner.prediction import Prediction, Predictor, Timed
 
 _SAME = 1 + 1e-9
+_MOST_SETTINGS = 16
+"""Of lower clocks: nearer ones save hardly more."""
 _AS_SHORT = 1e-4
 """Steps longer by less than this are as short: no clock is raised for it."""
 
@@ -89,13 +91,14 @@ def slow(predictor: Predictor, prediction: Prediction, start: Clocked | None = N
     step_s = best.timed.step_s
     limit_s = step_s * (1 + slack) * _SAME
     settings = [setting for setting in clock.settings() if setting < 1 - 1e-9]
+    settings = settings[:: 1 + len(settings) // _MOST_SETTINGS]
     busy = best.timed.busy_s
     for stage in sorted(range(len(busy)), key=lambda own: (busy[own], own)):
         # As the clock goes down, energy falls and then rises, while the step only gets longer.
         needed = partial(predictor.stage_energy_j, prediction.candidate, stage, step_s, power=power)
         low, high = bisect_left(range(len(settings) - 1), True, key=partial(_rises, settings, needed)), len(settings)
-        middle = low
         while low < high:
+            middle = (low + high) // 2
             other = _with(predictor, prediction, best.clocks, stage, settings[middle])
             if other.timed.step_s <= limit_s:
                 high = middle
@@ -103,7 +106,6 @@ def slow(predictor: Predictor, prediction: Prediction, start: Clocked | None = N
                     best = other
             else:
                 low = middle + 1
-            middle = (low + high) // 2
     return best
 
 
