@@ -234,8 +234,9 @@ class CostSums:
         # Layers are often one and the same object.
         rows = {id(unit): _row(unit, clock) for unit in {id(unit): unit for unit in cost.layers}.values()}
         self._sums: list[list[float]]
-        if len(rows) == 1:
-            (row,) = rows.values()
+        # Equal layers give the same sums whether they are one object or not.
+        if len(set(rows.values())) == 1:
+            row = rows[id(cost.layers[0])]
             self._sums = [[each * count for count in range(len(cost.layers) + 1)] for each in row]
         else:
             columns = zip(*[rows[id(unit)] for unit in cost.layers], strict=True)
