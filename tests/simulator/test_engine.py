@@ -173,6 +173,16 @@ def test_a_stage_without_cells_is_a_restart_and_waits_for_repairs() -> None:
     assert stopped.restarts == 1 and stopped.trained > 0
 
 
+def test_ours_goes_on_without_a_stage_from_its_backups() -> None:
+    # The cells of stage 0, one by one: the last one's backup is with another stage.
+    one_by_one = trace(3000.0, failure(100.0, 0), failure(500.0, 1), failure(900.0, 2))
+    own = costs(backups=True)
+    outcome = simulate(JOB, CLUSTER, one_by_one, "ours", recovery=own, exact=False)
+    assert (outcome.recoveries, outcome.restarts) == (3, 0)
+    assert outcome.segments[-1].cause == "training"
+    assert run("elaswave", one_by_one, backups=True).restarts == 1
+
+
 def test_no_whole_replica_is_a_restart_for_torchft() -> None:
     events = trace(2000.0, failure(100.0, 0), failure(200.0, 4), failure(300.0, 8))
     outcome = run("torchft", events)
