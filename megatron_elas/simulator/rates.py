@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from megatron_elas.planner.policies import POLICIES, Policy, ours, stock
+from megatron_elas.planner.policies import POLICIES, Lost, Policy, PolicyStep, ours, stock
 from megatron_elas.planner.prediction import Predictor
 from megatron_elas.planner.search import Freedom, stay
 from megatron_elas.planner.situation import Situation
@@ -139,8 +139,16 @@ class StepRates:
 
 
 def by_class(*, staggered: bool = False) -> Policy:
-    """Our planner for situations by symmetry. A cell does not change its stage: it would stand for many."""
-    return partial(ours, staggered=staggered, effort=BY_CLASS, freedom=Freedom(cells=False))
+    """Our planner for situations by symmetry. A cell does not change its stage, as it would stand for many, unless a
+    stage has none left.
+    """
+
+    def step(begin: Situation, lost: Lost) -> PolicyStep:
+        gone = Counter(stage for stage, _ in lost)
+        empty = any(gone[stage] == len(rows) for stage, rows in enumerate(begin.rows))
+        return ours(begin, lost, staggered=staggered, effort=BY_CLASS, freedom=Freedom(cells=empty))
+
+    return step
 
 
 class Model(NamedTuple):
