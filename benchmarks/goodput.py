@@ -38,11 +38,12 @@ from dataclasses import dataclass, replace
 from benchmarks.results import print_result, print_table
 from megatron_elas.control.messages import WorkerExited
 from megatron_elas.control.states import Running
+from megatron_elas.planner.situation import Situation
 from megatron_elas.simulator.engine import simulate
 from megatron_elas.simulator.failure_rates import DAY_S, Rates, generate
 from megatron_elas.simulator.outcome import CAUSES, Outcome
 from megatron_elas.simulator.rates import StepRates
-from megatron_elas.simulator.recovery import RecoveryCosts, load_recovery, load_restart
+from megatron_elas.simulator.recovery import Phase, RecoveryCosts, Sizes, load_recovery, load_restart
 from megatron_elas.simulator.trace_files import load_trace
 from megatron_elas.simulator.traces import Trace
 from megatron_elas.spec.cluster import Cluster, load_cluster
@@ -152,6 +153,7 @@ def run_scale(name: str, scale: Scale, trace_name: str, variants: bool) -> None:
         f"{'' if scale.failures == 1 else f', failures x{scale.failures:g}'}: {len(trace.events)} failures, "
         f"{scale.days * 24 / max(1, len(trace.events)):.3g} h between them"
     )
+    print_costs(name, job, cluster)
     begin = time.process_time()
     rates, outcomes = {}, {}
     for row in ROWS:
@@ -203,6 +205,26 @@ def run_variants(
     print()
     for where, goodput in results:
         print_result(where, goodput, "ratio", 4)
+
+
+def print_costs(name: str, job: JobProfile, cluster: Cluster) -> None:
+    """Seconds that ``configs/recovery`` gives for this job, without work that is done again."""
+    restart = load_restart()
+    sizes = Sizes.of(Situation.of(job, cluster), cluster, restart.storage_bandwidth)
+
+    def total(phases: tuple[Phase, ...]) -> str:
+        return f"{sum(phase.seconds(sizes) for phase in phases):.2f}" if phases else "-"
+
+    rows = {}
+    for policy in dict.fromkeys(map(policy_of, ROWS)):
+        costs = load_recovery(policy)
+        rows[policy] = [
+            f"{costs.detect_s:g}",
+            f"{costs.detect_node_s:g}",
+            total(costs.phases or restart.phases),
+            total(costs.join),
+        ]
+    print_table(f"{name}: seconds", ["a device's end noticed", "a node's", "then recovered", "devices taken in"], rows)
 
 
 def print_outcomes(outcomes: dict[str, Outcome]) -> None:
