@@ -40,7 +40,7 @@ REGROUPING = replace(RESTAGING, cells=True)
 """And that in which they do not."""
 EXACT_ITEMS = 600
 """Most items of all stages together that are timed one by one while workers wait."""
-TIMED_ITEMS = 2_000
+TIMED_ITEMS = 6_000
 """Of all orders that are timed while workers wait, about."""
 
 MORE_MEMORY = 1.1
