@@ -7,6 +7,7 @@ that come while there is no controller wait for the next one. It dies with the l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import sys
@@ -57,32 +58,31 @@ async def control(link: socket.socket, listener: socket.socket) -> None:
         await writer.drain()
         return
     steps = None if setup.steps is None else StepLog(Path(setup.steps))
-    service = ControlService(
-        launch=setup.launch,
-        token=setup.token,
-        welcome=setup.welcome,
-        local_agent=say,
-        show=lambda recovery: say(_show_recovery(recovery)),
-        log=lambda loss: say(_show_loss(loss)),
-        journal=journal,
-        earlier=earlier,
-        log_step=None if steps is None else steps.write,
-    )
-    if earlier is not None:
-        service.go_on(max(0.0, time.time() - (setup.down_since_s or time.time())))
-    async with service.serve(listener):
-        listening = asyncio.create_task(_listen(reader, service, say))
-        either: set[asyncio.Future[Any]] = {listening, service.ended}
-        done, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if service.ended not in done:
-            listening.result()  # its error, if it ended with one
-            return
-        end = service.ended.result()
-        say(JobEnded(exit_code=end.exit_code, sentence=end.sentence))
-        await writer.drain()
-        listening.cancel()
-    if steps is not None:
-        steps.close()
+    with contextlib.nullcontext() if steps is None else contextlib.closing(steps):
+        service = ControlService(
+            launch=setup.launch,
+            token=setup.token,
+            welcome=setup.welcome,
+            local_agent=say,
+            show=lambda recovery: say(_show_recovery(recovery)),
+            log=lambda loss: say(_show_loss(loss)),
+            journal=journal,
+            earlier=earlier,
+            log_step=None if steps is None else steps.write,
+        )
+        if earlier is not None:
+            service.go_on(max(0.0, time.time() - (setup.down_since_s or time.time())))
+        async with service.serve(listener):
+            listening = asyncio.create_task(_listen(reader, service, say))
+            either: set[asyncio.Future[Any]] = {listening, service.ended}
+            done, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if service.ended not in done:
+                listening.result()  # its error, if it ended with one
+                return
+            end = service.ended.result()
+            say(JobEnded(exit_code=end.exit_code, sentence=end.sentence))
+            await writer.drain()
+            listening.cancel()
 
 
 def open_journal(setup: Setup) -> tuple[Journal | None, tuple[State, float] | None]:

@@ -23,6 +23,9 @@ from megatron_elas.spec.step_report import StepReport
 
 logger = logging.getLogger(__name__)
 
+FITTED_WORKERS = 1024
+"""Whose reports a fit takes at most."""
+
 
 class Outlook:
     """Of one job; for the event loop's thread."""
@@ -34,7 +37,9 @@ class Outlook:
         self._profile: JobProfile | None = None
         self._plan: ElasticPlan | None = None
         self._unread = 0
-        """Reports since the last fit."""
+        """Reports since the last fit, or the last change of plan."""
+        self._workers = 0
+        """With a seat."""
         self._fitting = False
         self._told: str | None = None
         """The newest problem that was logged."""
@@ -53,10 +58,13 @@ class Outlook:
         """This plan is in force, for a job of this profile."""
         if self._plan is None or plan.epoch > self._plan.epoch:
             self._plan, self._profile = plan, profile
+            self._workers, self._unread = len(plan.placement.workers), 0
             self.meter.follow(plan)
 
     def take(self, report: StepReport) -> StepReport:
-        """A worker's report, completed by what was predicted for its epoch."""
+        """A worker's report, completed by what was predicted for its epoch. Without a plan in force nothing is kept."""
+        if self._plan is None:
+            return report
         self._unread += 1
         return self.meter.take(report)
 
@@ -66,12 +74,11 @@ class Outlook:
         if self._fitting or self._plan is None or self._profile is None:
             return False
         rounds = 1 if self._newest is None else KEPT
-        workers = len(self._plan.placement.workers)
-        return self._unread >= rounds * workers and self.meter.is_measured(self._plan.epoch)
+        return self._unread >= rounds * self._workers and self.meter.is_measured(self._plan.epoch)
 
     async def fit(self) -> None:
         """Fit the costs to what was measured, and with them the first epoch's forecast."""
-        plan, profile, reports = self._plan, self._profile, self.meter.reports()
+        plan, profile, reports = self._plan, self._profile, self.meter.sample(FITTED_WORKERS)
         assert plan is not None and profile is not None
         self._fitting, self._unread = True, 0
         try:
@@ -79,8 +86,11 @@ class Outlook:
             seconds = None
             if self._newest is None and plan.epoch == 0 and reckoning.costs is not None:
                 seconds = await asyncio.to_thread(predict_step_s, profile.spec, plan, reckoning.costs)
-        except (ElasticError, ArithmeticError) as error:
+        except ElasticError as error:
             self._tell(f"plans do not go by measured steps: {error}")
+            return
+        except Exception:  # no training may end because its steps cannot be foretold
+            logger.exception("plans do not go by measured steps")
             return
         finally:
             self._fitting = False

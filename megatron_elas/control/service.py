@@ -89,7 +89,11 @@ NOT_OF_WORKERS = (
 
 
 def make_plan(command: MakePlan, costs: JobCosts | None = None) -> PlanMade | PlanRefused:
-    """Run the planner and take its time. Without costs every layer counts the same."""
+    """Run the planner and take its time.
+
+    Without costs every layer counts the same. That is also what a plan falls back on when costs make the planner fail:
+    they come from measurements, and a recovery must not.
+    """
     began_s = time.perf_counter()
     try:
         if command.old is None:
@@ -98,6 +102,11 @@ def make_plan(command: MakePlan, costs: JobCosts | None = None) -> PlanMade | Pl
             plan = replan(command.job, command.old, command.lost, command.epoch, command.domains, costs)
     except ElasticError as error:
         return PlanRefused(epoch=command.epoch, exit_code=error.exit_code, sentence=str(error))
+    except Exception:
+        if costs is None:
+            raise
+        logger.exception("the plan of epoch %d counts layers", command.epoch)
+        return make_plan(command)
     return PlanMade(plan=plan, seconds=time.perf_counter() - began_s)
 
 
@@ -357,7 +366,7 @@ class ControlService:
         completed = self._outlook.take(report)
         if self._log_step is not None:
             self._log_step(completed)
-        if self._outlook.is_fit_due:
+        if isinstance(self._state, Running) and self._outlook.is_fit_due:
             self._spawn(self._fit())
 
     def _follow_plan(self) -> None:

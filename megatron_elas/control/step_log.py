@@ -4,13 +4,15 @@ Written by the controller's process, on a thread of its own, because the folder 
 is one write(2) to a file opened for appending, so a controller that is killed leaves whole lines, and the next one goes
 on behind them. What cannot be written is dropped with one warning: training does not need it.
 
-Of each worker the first ``ALL`` reports of an epoch are written, and then one in ``PAUSE_S``.
+Of each worker the first ``ALL`` reports of an epoch are written, of all together ``MOST``; then one of each worker in
+``PAUSE_S``, and of all together one in ``SPACING_S``.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import queue
 import threading
@@ -27,10 +29,16 @@ logger = logging.getLogger(__name__)
 STEPS_FILE = "steps.jsonl"
 ALL = 100
 """Reports of a worker and an epoch that are all written."""
+MOST = 20_000
+"""Of all workers together."""
 PAUSE_S = 60.0
 """Between two of a worker after those."""
+SPACING_S = 0.1
+"""Between two of any workers after those."""
 WAITING = 10_000
 """Lines that may wait for the disk; more are dropped."""
+LONGEST_LINE = 1 << 16
+"""Bytes."""
 CLOSE_TIMEOUT_S = 2.0
 """For the last lines."""
 
@@ -57,7 +65,9 @@ class StepLog:
         self._path = path
         self._clock = clock
         self._written: dict[int, _Written] = {}
-        self._lines: queue.Queue[bytes | None] = queue.Queue(WAITING)
+        self._epoch, self._count, self._last_s = -1, 0, -math.inf
+        """Of all workers: reports written of this epoch, and when the last one was."""
+        self._reports: queue.Queue[StepReport | None] = queue.Queue(WAITING)
         self._thread = threading.Thread(target=self._run, name="elas-steps", daemon=True)
         self._thread.start()
 
@@ -66,25 +76,29 @@ class StepLog:
         if not self._is_due(report):
             return
         try:
-            self._lines.put_nowait(json.dumps(as_table(report)).encode() + b"\n")
+            self._reports.put_nowait(report)
         except queue.Full:
             self._written.pop(report.worker, None)
 
     def _is_due(self, report: StepReport) -> bool:
         now = self._clock()
+        if report.epoch != self._epoch:
+            self._epoch, self._count = report.epoch, 0
         last = self._written.get(report.worker)
         if last is None or last.epoch != report.epoch:
-            self._written[report.worker] = _Written(report.epoch, 1, now)
-            return True
-        if last.count >= ALL and now < last.at_s + PAUSE_S:
+            last = _Written(report.epoch, 0, -math.inf)
+        is_late = now >= last.at_s + PAUSE_S and now >= self._last_s + SPACING_S
+        if (last.count >= ALL or self._count >= MOST) and not is_late:
             return False
         last.count, last.at_s = last.count + 1, now
+        self._written[report.worker] = last
+        self._count, self._last_s = self._count + 1, now
         return True
 
     def close(self) -> None:
         """Write what waits, if the disk takes it."""
         try:
-            self._lines.put_nowait(None)
+            self._reports.put_nowait(None)
         except queue.Full:
             return
         self._thread.join(CLOSE_TIMEOUT_S)
@@ -93,11 +107,11 @@ class StepLog:
 
     def _run(self) -> None:
         descriptor: int | None = None
-        while (line := self._lines.get()) is not None:
+        while (report := self._reports.get()) is not None:
+            line = json.dumps(as_table(report)).encode() + b"\n"
             try:
                 if descriptor is None:
-                    flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-                    descriptor = os.open(self._path, flags, 0o666)
+                    descriptor = _open(self._path)
                 if os.write(descriptor, line) < len(line):
                     raise OSError("the disk is full")
             except OSError as error:
@@ -107,5 +121,15 @@ class StepLog:
             if descriptor is not None:
                 os.close(descriptor)
             return
-        while self._lines.get() is not None:
+        while self._reports.get() is not None:
             pass
+
+
+def _open(path: Path) -> int:
+    """The file, to append to. A line that an earlier controller could not finish is taken away."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    size = os.fstat(descriptor).st_size
+    tail = os.pread(descriptor, LONGEST_LINE, max(0, size - LONGEST_LINE))
+    if tail and not tail.endswith(b"\n"):
+        os.ftruncate(descriptor, max(0, size - len(tail)) + tail.rfind(b"\n") + 1)
+    return descriptor

@@ -20,6 +20,8 @@ KEPT = 8
 """Reports of every worker."""
 EPOCHS = 256
 """Epochs that the summary goes back to."""
+CLOCKS = (0.05, 20.0)
+"""Between which a device's clock is, relative to the nominal one."""
 ENOUGH = 2
 """Reports of a stage that make it measured."""
 
@@ -71,6 +73,10 @@ class StepMeter:
         self._newest = EpochTimes(epoch=0, reports=0, measured_s=None, predicted_s=None)
         """``measured_s`` is not up to date."""
         self._plan: ElasticPlan | None = None
+        self._stage_of: dict[int, int] = {}
+        """Of the plan's workers."""
+        self._counts: list[int] = []
+        """Reports of every stage under the plan."""
 
     # ------------------------------------------------------------ what it is told
 
@@ -79,6 +85,12 @@ class StepMeter:
         if self._plan is not None and plan.epoch <= self._plan.epoch:
             return
         self._plan = plan
+        stages = plan.placement.stages
+        self._stage_of = {w: stage for stage, cells in enumerate(stages) for cell in cells for w in cell.workers}
+        self._counts = [0] * len(stages)
+        for report in self.reports(plan.epoch):  # that came before
+            if report.worker in self._stage_of:
+                self._counts[self._stage_of[report.worker]] += 1
         self._begin(plan.epoch)
         if plan.predicted_s is not None:
             self.set_forecast(plan.epoch, plan.predicted_s)
@@ -93,13 +105,30 @@ class StepMeter:
             self._newest = replace(self._newest, predicted_s=seconds)
 
     def take(self, report: StepReport) -> StepReport:
-        """Keep a report, if it is of the newest epoch. Gives it with what was predicted for its epoch."""
+        """Keep a report, if it is of the newest epoch. Gives it with what was predicted for its epoch.
+
+        One that does not fit the plan in force, whoever made it, is not kept.
+        """
         if self._plan is None or report.epoch <= self._plan.epoch:
             self._begin(report.epoch)
-        if report.epoch == self._newest.epoch and not report.first:
+        if report.epoch == self._newest.epoch and not report.first and self._count(report):
             self._kept[report.worker].append(report)
             self._newest = replace(self._newest, reports=self._newest.reports + 1)
         return replace(report, predicted_s=self.predicted_s(report.epoch))
+
+    def _count(self, report: StepReport) -> bool:
+        """Whether the report is one of the plan in force, as far as there is a plan; then its stage has one more."""
+        if self._plan is None or report.epoch != self._plan.epoch:
+            return True
+        stage = self._stage_of.get(report.worker)
+        if stage is None or not CLOCKS[0] <= report.clock <= CLOCKS[1]:
+            return False
+        if (report.first_layer, report.last_layer) != self._plan.layers[stage]:
+            return False
+        if report.cells != len(self._plan.placement.stages[stage]):
+            return False
+        self._counts[stage] += 1
+        return True
 
     def _begin(self, epoch: int) -> None:
         if epoch <= self._newest.epoch:
@@ -123,21 +152,16 @@ class StepMeter:
             if epoch is None or report.epoch == epoch
         )
 
+    def sample(self, workers: int) -> tuple[StepReport, ...]:
+        """The two newest reports of so many workers at most, spread evenly over all."""
+        every = -(-len(self._kept) // workers)
+        return tuple(report for worker in sorted(self._kept)[::every] for report in list(self._kept[worker])[-2:])
+
     def is_measured(self, epoch: int) -> bool:
         """Whether every stage of the epoch's plan has ``ENOUGH`` reports. Never before ``follow`` told that plan."""
         if self._plan is None or self._plan.epoch != epoch:
             return False
-        stage_of = {
-            worker: stage
-            for stage, cells in enumerate(self._plan.placement.stages)
-            for cell in cells
-            for worker in cell.workers
-        }
-        counts = [0] * self._plan.placement.num_stages
-        for report in self.reports(epoch):
-            if report.worker in stage_of:
-                counts[stage_of[report.worker]] += 1
-        return min(counts) >= ENOUGH
+        return min(self._counts) >= ENOUGH
 
     def now(self, epoch: int) -> EpochTimes:
         """The epoch's steps as they are now: of every worker's reports only the newest one counts."""

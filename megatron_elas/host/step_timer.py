@@ -14,11 +14,13 @@ work and does it later, and would have to be asked with events on its streams.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.step_report import PassTotal, StepReport
 
@@ -94,11 +96,15 @@ class StepTimer:
         self._began_s = self._clock() if self._runs > 1 or self._first else self._entered_s
 
     def end(self, plan: ElasticPlan, step: int) -> None:
-        """That run has ended."""
+        """That run has ended. Where the clock shows no time between its ends, there is no report of it."""
         self._epoch = plan.epoch
+        with contextlib.suppress(BadUsage):
+            self._report = self._make_report(plan, step)
+
+    def _make_report(self, plan: ElasticPlan, step: int) -> StepReport:
         stage = plan.placement.seat(self._worker).stage
         first_layer, last_layer = plan.layers[stage]
-        self._report = StepReport(
+        return StepReport(
             worker=self._worker,
             epoch=plan.epoch,
             step=step,

@@ -87,17 +87,23 @@ class StepReport:
 
 
 def read_step_reports(path: Path) -> tuple[StepReport, ...]:
-    """The reports of a file with one JSON object per line. Raises BadUsage."""
+    """The reports of a file with one JSON object per line. Raises BadUsage.
+
+    A last line without an end is left out unless it is whole: somebody may be writing it.
+    """
     try:
-        lines = path.read_text().splitlines()
+        text = path.read_text()
     except OSError as error:
         raise BadUsage(f"{path} cannot be read ({error.strerror}): name another file") from error
     reports = []
+    lines = text.splitlines()
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"
         try:
             table = json.loads(line)
         except ValueError as error:
+            if number == len(lines) and not text.endswith("\n"):
+                break
             raise BadUsage(f"{where} is no valid JSON ({error}): correct or remove it") from error
         if not isinstance(table, dict):
             raise BadUsage(f"{where} is no object: correct or remove it")

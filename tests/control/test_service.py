@@ -261,7 +261,10 @@ def test_status_names_every_worker() -> None:
 
 
 def make_step(worker: int, step: int, step_s: float = 0.5, epoch: int = 0) -> StepReport:
-    return StepReport(worker=worker, epoch=epoch, step=step, first_layer=0, last_layer=1, cells=2, step_s=step_s)
+    stage = worker // 2
+    return StepReport(
+        worker=worker, epoch=epoch, step=step, first_layer=stage, last_layer=stage + 1, cells=2, step_s=step_s
+    )
 
 
 def test_what_workers_measure_is_logged_and_told_by_status() -> None:

@@ -72,7 +72,40 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pyt
         log.write(make_report(worker, 0))
     log.write(make_report(room + 9, 1))
     hanging.set()
-    log._lines.put(None)
+    log._reports.put(None)
     log._thread.join()
     reports = read_step_reports(tmp_path / STEPS_FILE)
     assert room <= len(reports) <= room + 1, "one more may have been on its way to the disk"
+
+
+def test_a_line_that_an_earlier_controller_could_not_finish_is_taken_away(tmp_path: Path) -> None:
+    path = tmp_path / STEPS_FILE
+    log = StepLog(path)
+    log.write(make_report(0, 0))
+    log.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:30])
+    assert len(read_step_reports(path)) == 1
+    log = StepLog(path)
+    log.write(make_report(1, 1))
+    log.close()
+    assert [report.worker for report in read_step_reports(path)] == [0, 1]
+    path.write_bytes(whole[:30])
+    log = StepLog(path)
+    log.write(make_report(2, 2))
+    log.close()
+    assert [report.worker for report in read_step_reports(path)] == [2]
+
+
+def test_many_workers_together_write_no_more_than_a_bounded_number_of_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_log, "MOST", 50)
+    now = [0.0]
+    log = StepLog(tmp_path / STEPS_FILE, lambda: now[0])
+    for step in range(10):
+        for worker in range(100):
+            log.write(make_report(worker, step))
+        now[0] += step_log.SPACING_S
+    log.close()
+    assert len(read_step_reports(tmp_path / STEPS_FILE)) == 50 + 9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,16 @@ PLAN = initial_plan(make_job(pipeline=2, data=2), {worker: f"n{worker}" for work
 
 
 def report(worker: int, step: int, step_s: float = 1.0, epoch: int = 0, *, first: bool = False) -> StepReport:
+    stage = worker // 2
     return StepReport(
-        worker=worker, epoch=epoch, step=step, first_layer=0, last_layer=1, cells=2, step_s=step_s, first=first
+        worker=worker,
+        epoch=epoch,
+        step=step,
+        first_layer=stage,
+        last_layer=stage + 1,
+        cells=2,
+        step_s=step_s,
+        first=first,
     )
 
 
@@ -141,3 +150,23 @@ def test_memory_is_bounded_however_long_the_job_runs() -> None:
         meter.take(report(0, epoch, epoch=epoch))
     assert len(meter.reports()) == KEPT
     assert len(meter.summary()) == EPOCHS + 1
+
+
+@pytest.mark.parametrize("strange", [{"worker": 9}, {"last_layer": 5}, {"cells": 1}, {"clock": 5e-324}])
+def test_a_report_that_does_not_fit_the_plan_is_not_kept(strange: dict[str, Any]) -> None:
+    meter = StepMeter()
+    meter.follow(PLAN)
+    meter.set_forecast(0, 0.5)
+    assert meter.take(replace(report(0, 1), **strange)).predicted_s == 0.5
+    assert meter.reports() == ()
+
+
+def test_a_fit_takes_the_newest_of_workers_spread_over_all() -> None:
+    meter = StepMeter()
+    for worker in range(10):
+        for step in range(4):
+            meter.take(report(worker, step))
+    assert [(each.worker, each.step) for each in meter.sample(5)] == [
+        (worker, step) for worker in range(0, 10, 2) for step in (2, 3)
+    ]
+    assert len(meter.sample(100)) == 20
