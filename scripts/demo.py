@@ -29,7 +29,7 @@ REPO = Path(__file__).resolve().parent.parent
 PREREQUISITES = ("torch", "megatron", "numpy", "msgspec", "psutil", "websockets", "sentencepiece")
 LINE = re.compile(r"iteration +(\d+)/.*lm loss: ([0-9.E+-]+)")
 EVENT = re.compile(
-    r"fault strikes|elasrun:|---- recovered|-{80}$|(lost|before|now|resumed|ms) {2,}\S|[\d. ]+\(worker \d"
+    r"fault strikes|elasrun:|---- recovered|-{80}$|(lost|before|now|resumed|ms|beside|step) {2,}\S|[\d. ]+\(worker \d"
 )
 """The launcher's words and the block that tells of a recovery."""
 PACKAGES = ("asyncio", "concurrent", "email", "html", "http", "importlib", "json", "logging", "unittest", "xml")
