@@ -16,11 +16,15 @@ second table of every scale shows what becomes of the goodput when the main ones
 * ``failures x3``, ``repairs x10``: of devices and nodes, in another trace; at some scales only, to save time.
 
 Columns: ``goodput`` is samples that count, relative to stock 1F1B on all devices that nothing disturbs; ``own`` the
-same relative to the policy itself that nothing disturbs. Recoveries are from a failure to the next useful work.
-``ours`` is synchronous, as today's runtime is; ``ours, staggered`` lets every stage step its optimizer on its own, as
+same relative to the policy itself that nothing disturbs, ``-`` where losses make it faster: without one ``recycle`` is
+stock 1F1B, as in its paper, whose split backward and staggered optimizers are for failures, so that its ``own`` tells
+what failures cost it only where it trains without any most of the time. Recoveries are from a failure to the next
+useful work. ``ours`` is the planner with all its freedom, and synchronous; ``ours, today`` has the freedom of a running
+job's plan (``planner.plan``: whole micro-batches to peers, 1F1B, nominal clocks; cells and layers move when a stage is
+lost); ``ours, staggered`` lets every stage step its optimizer on its own, as
 ``recycle`` does; the runtime would need an undo for it.
 
-Lines ``RESULT name=value unit``: ``goodput@SCALE/POLICY`` and ``own@SCALE/POLICY``; ``goodput@SCALE/POLICY/VARIANT``;
+Lines ``RESULT name=value unit``: ``goodput@SCALE/POLICY`` (also ``ours-today``, ``ours-staggered``) and ``own@SCALE/POLICY``; ``goodput@SCALE/POLICY/VARIANT``;
 ``vs_POLICY@SCALE`` (ours over it; ``staggered_vs_recycle@SCALE``: both staggered); ``failures@SCALE``;
 ``simulated_s@SCALE``: processor seconds of all policies of the first table together; ``controller_ms@N``: processor
 time of the controller's state machine for each of N workers, from a worker's end to the last one's recovery.
@@ -42,7 +46,7 @@ from megatron_elas.planner.situation import Situation
 from megatron_elas.simulator.engine import simulate
 from megatron_elas.simulator.failure_rates import DAY_S, Rates, generate
 from megatron_elas.simulator.outcome import CAUSES, Outcome
-from megatron_elas.simulator.rates import StepRates
+from megatron_elas.simulator.rates import StepRates, today
 from megatron_elas.simulator.recovery import Phase, RecoveryCosts, Sizes, load_recovery, load_restart
 from megatron_elas.simulator.trace_files import load_trace
 from megatron_elas.simulator.traces import Trace
@@ -50,7 +54,7 @@ from megatron_elas.spec.cluster import Cluster, load_cluster
 from megatron_elas.spec.job_profile import JobProfile, load_job
 from tests.control.jobs import Director, make_job
 
-ROWS = ("ours", "ours, staggered", "elaswave", "recycle", "torchft", "oobleck", "restart")
+ROWS = ("ours", "ours, today", "ours, staggered", "elaswave", "recycle", "torchft", "oobleck", "restart")
 CONTROLLER_S = 0.13e-3
 """Of one controller for each worker: ``controller_ms@512``."""
 
@@ -158,14 +162,20 @@ def run_scale(name: str, scale: Scale, trace_name: str, variants: bool) -> None:
     rates, outcomes = {}, {}
     for row in ROWS:
         policy = policy_of(row)
-        rates[row] = StepRates(job, cluster, policy, staggered=row != policy)
+        rates[row] = StepRates(
+            job,
+            cluster,
+            policy,
+            staggered=row == "ours, staggered",
+            step=today if row == "ours, today" else None,
+        )
         outcomes[row] = simulate(job, cluster, trace, policy, rates=rates[row])
     seconds = time.process_time() - begin
     print_outcomes(outcomes)
     print_result(f"failures@{name}", len(trace.events), "failures", 0)
     for row, outcome in outcomes.items():
-        print_result(f"goodput@{name}/{row.replace(', ', '_')}", outcome.goodput, "ratio", 4)
-        print_result(f"own@{name}/{row.replace(', ', '_')}", outcome.own_goodput, "ratio", 4)
+        print_result(f"goodput@{name}/{row.replace(', ', '-')}", outcome.goodput, "ratio", 4)
+        print_result(f"own@{name}/{row.replace(', ', '-')}", outcome.own_goodput, "ratio", 4)
     for rival in ROWS:
         if rival == policy_of(rival) != "ours" and outcomes[rival].trained:
             print_result(f"vs_{rival}@{name}", outcomes["ours"].trained / outcomes[rival].trained, "ratio")
@@ -199,7 +209,7 @@ def run_variants(
             found[variant] = simulate(job, cluster, draw(trace_name, scale, cluster, **factors), policy, rates=own)
         for variant, outcome in found.items():
             cells[row].append(f"{outcome.goodput:.4f}")
-            where = f"goodput@{name}/{row.replace(', ', '_')}/{variant.replace(' ', '_')}"
+            where = f"goodput@{name}/{row.replace(', ', '-')}/{variant.replace(' ', '_')}"
             results.append((where, outcome.goodput))
     print_table(f"{name}: goodput under other assumptions", ["base", *COSTS, *traces], cells)
     print()
@@ -247,7 +257,7 @@ def print_outcomes(outcomes: dict[str, Outcome]) -> None:
         energy = outcome.energy_j
         rows[row] = [
             f"{outcome.goodput:.4f}",
-            f"{outcome.own_goodput:.4f}",
+            "-" if outcome.own_goodput > 1 else f"{outcome.own_goodput:.4f}",
             f"{outcome.recoveries}",
             f"{outcome.mean_recovery_s:.1f}",
             f"{outcome.worst_recovery_s:.0f}",

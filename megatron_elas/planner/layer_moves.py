@@ -8,7 +8,7 @@ of their own: they are gathered within the new stage from the slices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_elas.planner.prediction import Candidate
@@ -57,27 +57,32 @@ def list_moves(
         StateInvalid: A lost cell has no backup that is left.
     """
     alive = {(stage, row) for stage, rows in enumerate(situation.rows) for row in rows}
-    for unit, count in _units(situation.cost):
-        old = [(stage, row) for stage in [_stage(situation.cuts, unit)] for row in before[stage]]
-        stage = _stage(candidate.cuts, unit)
+    for unit, count in units(situation.cost):
+        old = [(stage, row) for stage in [stage_of(situation.cuts, unit)] for row in before[stage]]
+        stage = stage_of(candidate.cuts, unit)
         new = list(zip(candidate.origins[stage], candidate.rows[stage], strict=True))
-        at = 0
-        for place, target in enumerate(new):
-            start, stop = count * place // len(new), count * (place + 1) // len(new)
-            while start < stop:
-                while count * (at + 1) // len(old) <= start:
-                    at += 1
-                end = min(stop, count * (at + 1) // len(old))
-                owner = old[at]
-                source = owner if owner in alive else backups.get(owner)
-                if source is None or source not in alive:
-                    raise StateInvalid(
-                        f"no live cell holds elements {start} to {end} of unit {unit}: their owner, row {owner[1]} of "
-                        f"stage {owner[0]}, and its backup are lost. Restart from the newest checkpoint with --load"
-                    )
-                if source != target:
-                    yield SliceMove(unit, start, end, owner, source, target)
-                start = end
+        for start, end, owner, target in cut(count, old, new):
+            source = owner if owner in alive else backups.get(owner)
+            if source is None or source not in alive:
+                raise StateInvalid(
+                    f"no live cell holds elements {start} to {end} of unit {unit}: their owner, row {owner[1]} of "
+                    f"stage {owner[0]}, and its backup are lost. Restart from the newest checkpoint with --load"
+                )
+            if source != target:
+                yield SliceMove(unit, start, end, owner, source, target)
+
+
+def cut(count: int, old: Sequence[Cell], new: Sequence[Cell]) -> Iterator[tuple[int, int, Cell, Cell]]:
+    """(start, stop, owner, target) of the pieces that the slices of new owners have of those of old ones."""
+    at = 0
+    for place, target in enumerate(new):
+        start, stop = count * place // len(new), count * (place + 1) // len(new)
+        while start < stop:
+            while count * (at + 1) // len(old) <= start:
+                at += 1
+            end = min(stop, count * (at + 1) // len(old))
+            yield start, end, old[at], target
+            start = end
 
 
 def ring_backups(before: Rows, alive: Rows) -> dict[Cell, Cell]:
@@ -103,13 +108,15 @@ def ring_backups(before: Rows, alive: Rows) -> dict[Cell, Cell]:
     return backups
 
 
-def _units(cost: JobCost) -> Iterator[tuple[int, int]]:
+def units(cost: JobCost) -> Iterator[tuple[int, int]]:
+    """Every unit and its parameters, of a lane."""
     yield EMBEDDING, cost.embedding.parameters
     for layer, unit in enumerate(cost.layers):
         yield layer, unit.parameters
     yield cost.num_layers, cost.head.parameters + cost.loss.parameters
 
 
-def _stage(cuts: tuple[int, ...], unit: int) -> int:
+def stage_of(cuts: tuple[int, ...], unit: int) -> int:
+    """Where a unit is."""
     last = len(cuts) - 2
     return next((stage for stage in range(last) if unit < cuts[stage + 1]), last)

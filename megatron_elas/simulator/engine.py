@@ -123,6 +123,8 @@ class _Run:
 
         self.ledger = Ledger()
         self.rate: Rate | None = rates.own
+        self.carried_out = rates.own
+        """With the plan that cells have their state for."""
         self.step_begin_s, self.step_end_s = 0.0, rates.own.step_s
         self.between_steps = True
         self.happenings: list[_Happening] = []
@@ -298,6 +300,8 @@ class _Run:
         return self.rate.step_s * factor
 
     def _begin_step(self) -> None:
+        assert self.rate is not None
+        self.carried_out = self.rate
         self.step_begin_s = self.ledger.now
         self.step_end_s = self.ledger.now + self._step_s()
         self.between_steps = True
@@ -367,6 +371,7 @@ class _Run:
             new = self.rates.rate(self.seats) if stood or taken else None
             if new is not None:
                 self.rate = new
+                self.sizes = self.sizes.moving(self.rates.moved_s(before, new))
                 gain = new.samples / self._step_s() / now_s - 1
                 if gain * self.between_s > self._change_s():
                     self._carry_out()
@@ -449,6 +454,7 @@ class _Run:
         if rate is None:
             return False
         self.rate = rate
+        self.sizes = self.sizes.moving(self.rates.moved_s(self.carried_out, rate, self.gone))
         return True
 
     def _deal_anew(self) -> None:

@@ -17,16 +17,19 @@ items of different sizes hold each other up, which only exact timing sees.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from megatron_elas.planner.plan import REGROUPING, RESTAGING, RUNTIME
 from megatron_elas.planner.policies import POLICIES, Lost, Policy, PolicyStep, ours, stock
 from megatron_elas.planner.prediction import Predictor
 from megatron_elas.planner.search import Freedom, stay
 from megatron_elas.planner.situation import Situation
 from megatron_elas.planner.step_plan import Effort
+from megatron_elas.simulator.moved_state import Held, busiest_bytes
 from megatron_elas.simulator.seats import Seat, Seats
 from megatron_elas.spec.cluster import Cluster
 from megatron_elas.spec.errors import BadUsage, NoFeasiblePlan
@@ -50,6 +53,8 @@ class Rate:
     samples: int
     cells: int
     """That compute; more may have a seat and wait."""
+    held: Held | None = None
+    """Which cells have which layers; None where rows have layers of their own."""
 
     @property
     def samples_per_s(self) -> float:
@@ -109,15 +114,30 @@ class StepRates:
     def rate(self, seats: Seats) -> Rate | None:
         """With some seats missing; None when the policy cannot go on."""
         # No stage of what stands for others is without a cell.
-        if self.exact or max(seats.missing_of_stage) >= seats.rows:
+        own = self.exact or max(seats.missing_of_stage) >= seats.rows
+        if own:
             key, model = _as_it_is(seats, self.begin)
         else:
             key, model = self._of(seats, self.begin)
         if key not in self._known:
-            self._known[key] = self._ask(model())
+            self._known[key] = self._ask(model(), known=own)
         return self._known[key]
 
-    def _ask(self, model: Model) -> Rate | None:
+    def moved_s(self, before: Rate, after: Rate, lost: Collection[Seat] = ()) -> float:
+        """How long the busiest link is busy when the plan changes.
+
+        Args:
+            before: With the plan that there is.
+            after: With the plan to be.
+            lost: Seats whose cells are gone since ``before``.
+        """
+        if before.held is None or after.held is None:
+            return 0.0
+        begin = self.begin
+        moved = busiest_bytes(begin.cost, before.held, after.held, lost, begin.job.data_parallel)
+        return begin.link.transfer_s(moved)
+
+    def _ask(self, model: Model, *, known: bool) -> Rate | None:
         try:
             found = self._step(model.begin, model.lost)
         except NoFeasiblePlan:
@@ -126,6 +146,7 @@ class StepRates:
             step_s=found.step_s + model.ring_s,
             samples=round(found.samples * self.begin.batch_samples / model.begin.batch_samples),
             cells=round(found.cells * model.rows / model.begin.job.data_parallel),
+            held=None if found.candidate is None else Held.of(found.candidate, known=known),
         )
 
     def _busy_j(self, begin: Situation) -> float:
@@ -149,6 +170,25 @@ def by_class(*, staggered: bool = False) -> Policy:
         return ours(begin, lost, staggered=staggered, effort=BY_CLASS, freedom=Freedom(cells=empty))
 
     return step
+
+
+def today(begin: Situation, lost: Lost) -> PolicyStep:
+    """Our planner with the freedom that the running job has: whole micro-batches to peers in the order of 1F1B at
+    nominal clocks; layers and cells move only when memory or a lost stage makes them. Raises NoFeasiblePlan.
+    """
+    gone = Counter(stage for stage, _ in lost)
+    empty = any(gone[stage] == len(rows) for stage, rows in enumerate(begin.rows))
+    exact = begin.num_stages * begin.job.num_microbatches <= EXACT_ITEMS
+    effort = Effort(evaluations=BY_CLASS.evaluations, exact=exact)
+    for freedom in () if empty else (RUNTIME, RESTAGING):
+        with suppress(NoFeasiblePlan):
+            return _at_nominal_clocks(ours(begin, lost, effort=effort, freedom=freedom))
+    return _at_nominal_clocks(ours(begin, lost, effort=effort, freedom=REGROUPING))
+
+
+def _at_nominal_clocks(found: PolicyStep) -> PolicyStep:
+    assert found.plan is not None
+    return replace(found, step_s=found.plan.nominal.timed.step_s)
 
 
 class Model(NamedTuple):

@@ -126,8 +126,9 @@ class Sizes:
     """How large a job is, as far as recoveries depend on it.
 
     Of the fullest stage: ``shard`` is the part of the optimizer state that a cell owns, ``cell`` that and the weights,
-    ``layer`` a layer's weights and its part of the optimizer state; these go over the link between nodes. ``digest``
-    is ``cell`` read from memory. ``checkpoint`` is ``cell`` read from storage, ``saved`` is ``shard`` written there,
+    both go over the link between nodes. ``digest``
+    is ``cell`` read from memory. ``moves`` is what the busiest link carries when the plan changes, see ``moved_state``,
+    ``shard`` at least, and ``moves in`` the same, ``cell`` at least. ``checkpoint`` is ``cell`` read from storage, ``saved`` is ``shard`` written there,
     ``to host`` is ``shard`` copied to the host. A lane does its part; all lanes of all cells do at once.
     """
 
@@ -142,14 +143,14 @@ class Sizes:
         owners = rows if cost.optimizer_sharded else 1
         shard = parameters * cost.optimizer_bytes / owners
         cell = shard + parameters * cost.weight_bytes
-        layer = max(unit.parameters for unit in cost.layers)
         link, device = begin.link, cluster.device
         return Sizes(
             workers=begin.job.world_size,
             load_s={
                 "shard": link.transfer_s(shard),
                 "cell": link.transfer_s(cell),
-                "layer": link.transfer_s(layer * (cost.weight_bytes + cost.optimizer_bytes / owners)),
+                "moves": link.transfer_s(shard),
+                "moves in": link.transfer_s(cell),
                 "digest": cell / device.memory_bandwidth,
                 "checkpoint": cell / storage_bandwidth,
                 "to host": shard / device.host_bandwidth,
@@ -157,8 +158,14 @@ class Sizes:
             },
         )
 
+    def moving(self, seconds: float) -> Sizes:
+        """When a change of the plan keeps the busiest link busy for so long."""
+        load_s = self.load_s
+        moves = {"moves": max(load_s["shard"], seconds), "moves in": max(load_s["cell"], seconds)}
+        return replace(self, load_s=load_s | moves)
 
-_LOADS = ("", "shard", "cell", "layer", "digest", "checkpoint", "to host", "saved")
+
+_LOADS = ("", "shard", "cell", "moves", "moves in", "digest", "checkpoint", "to host", "saved")
 
 
 def load_recovery(name: str) -> RecoveryCosts:

@@ -14,7 +14,7 @@ JOULES_PER_MWH = 3.6e9
 
 def table_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """A heading and a row per policy. ``dropped`` and ``redone`` are samples, ``mean`` and ``worst`` lengths of
-    recoveries; causes are in percent of the time, and those that no policy spent time on have no column.
+    recoveries; ``of own`` is left out where losses make a policy faster; causes are in percent of the time, and those that no policy spent time on have no column.
     """
     shares = [time_shares(outcome) for outcome in outcomes]
     kinds = ["slower", *CAUSES[1:]]
@@ -28,7 +28,7 @@ def table_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
             [
                 outcome.policy,
                 f"{outcome.goodput:.4f}",
-                f"{outcome.own_goodput:.4f}",
+                f"{outcome.own_goodput:.4f}" if outcome.own_goodput <= 1 else "-",
                 _format_count(outcome.dropped),
                 _format_count(outcome.redone),
                 str(outcome.recoveries),
