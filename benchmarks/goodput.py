@@ -21,10 +21,11 @@ stock 1F1B, as in its paper, whose split backward and staggered optimizers are f
 what failures cost it only where it trains without any most of the time. Recoveries are from a failure to the next
 useful work. ``ours`` is the planner with all its freedom, and synchronous; ``ours, today`` has the freedom of a running
 job's plan (``planner.plan``: whole micro-batches to peers, 1F1B, nominal clocks; cells and layers move when a stage is
-lost); ``ours, staggered`` lets every stage step its optimizer on its own, as
-``recycle`` does; the runtime would need an undo for it.
+lost); ``ours, staggered`` lets every stage step its optimizer on its own, as ``recycle`` does; the runtime would need
+an undo for it.
 
-Lines ``RESULT name=value unit``: ``goodput@SCALE/POLICY`` (also ``ours-today``, ``ours-staggered``) and ``own@SCALE/POLICY``; ``goodput@SCALE/POLICY/VARIANT``;
+Lines ``RESULT name=value unit``: ``goodput@SCALE/POLICY`` (also ``ours-today``, ``ours-staggered``) and
+``own@SCALE/POLICY``; ``goodput@SCALE/POLICY/VARIANT``;
 ``vs_POLICY@SCALE`` (ours over it; ``staggered_vs_recycle@SCALE``: both staggered); ``failures@SCALE``;
 ``simulated_s@SCALE``: processor seconds of all policies of the first table together; ``controller_ms@N``: processor
 time of the controller's state machine for each of N workers, from a worker's end to the last one's recovery.

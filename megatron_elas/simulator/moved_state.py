@@ -7,7 +7,7 @@ from collections.abc import Collection
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_elas.planner.layer_moves import cut, stage_of, units
+from megatron_elas.planner.layer_moves import cut, ring_backups, stage_of, units
 from megatron_elas.planner.prediction import Candidate
 from megatron_elas.simulator.seats import Seat
 from megatron_elas.spec.cost import JobCost
@@ -39,7 +39,7 @@ def busiest_bytes(cost: JobCost, before: Held, after: Held, lost: Collection[Sea
         cost: Of the job.
         before: What is held.
         after: What is to be.
-        lost: Seats whose cells of ``before`` are gone; the next cell of their stage sends what they had.
+        lost: Seats whose cells of ``before`` are gone; who has their backup sends what they had.
         rows: Of the job, for a bound where cells are not known: all slices of a cell change hands, the lost ones' in
             addition, and stages get the layers whose stage has another number.
     """
@@ -47,12 +47,12 @@ def busiest_bytes(cost: JobCost, before: Held, after: Held, lost: Collection[Sea
         return _bound(cost, before.cuts, after.cuts, rows)
     gone = frozenset(lost)
     stages = {cell: stage for stage, cells in enumerate(before.cells) for cell in cells if cell not in gone}
-    heirs: dict[Seat, Seat] = {}
-    for cells in before.cells:
-        for place, cell in enumerate(cells):
-            if cell in gone:
-                following = (*cells[place + 1 :], *cells[:place])
-                heirs[cell] = next((other for other in following if other not in gone), cell)
+    places = tuple(tuple(range(len(cells))) for cells in before.cells)
+    alive = tuple(tuple(place for place in range(len(cells)) if cells[place] not in gone) for cells in before.cells)
+    heirs = {
+        before.cells[stage][place]: before.cells[other][heir]
+        for (stage, place), (other, heir) in ring_backups(places, alive).items()
+    }
     sent: Counter[Seat] = Counter()
     received: Counter[Seat] = Counter()
     for unit, count in units(cost):
@@ -65,7 +65,7 @@ def busiest_bytes(cost: JobCost, before: Held, after: Held, lost: Collection[Sea
         for cell in after.cells[stage]:
             if stages.get(cell) != home:
                 received[cell] += count * cost.weight_bytes
-    return max(*sent.values(), *received.values(), 0, 0)
+    return max((*sent.values(), *received.values()), default=0)
 
 
 def _bound(cost: JobCost, before: tuple[int, ...], after: tuple[int, ...], rows: int) -> float:

@@ -14,7 +14,8 @@ JOULES_PER_MWH = 3.6e9
 
 def table_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """A heading and a row per policy. ``dropped`` and ``redone`` are samples, ``mean`` and ``worst`` lengths of
-    recoveries; ``of own`` is left out where losses make a policy faster; causes are in percent of the time, and those that no policy spent time on have no column.
+    recoveries; ``of own`` is left out where losses make a policy faster; causes are in percent of the time, and
+    those that no policy spent time on have no column.
     """
     shares = [time_shares(outcome) for outcome in outcomes]
     kinds = ["slower", *CAUSES[1:]]
