@@ -125,11 +125,11 @@ class RecoveryCosts:
 class Sizes:
     """How large a job is, as far as recoveries depend on it.
 
-    Of the fullest stage: ``shard`` is the part of the optimizer state that a cell owns, ``cell`` that and the weights,
-    both go over the link between nodes. ``digest``
-    is ``cell`` read from memory. ``moves`` is what the busiest link carries when the plan changes, see ``moved_state``,
-    ``shard`` at least, and ``moves in`` the same, ``cell`` at least. ``checkpoint`` is ``cell`` read from storage, ``saved`` is ``shard`` written there,
-    ``to host`` is ``shard`` copied to the host. A lane does its part; all lanes of all cells do at once.
+    Of the fullest stage: ``shard`` is the part of the optimizer state that a cell owns, ``cell`` that and the weights;
+    these go over the link between nodes. ``moves`` is what the busiest link carries when the plan changes, see
+    ``moved_state``, ``shard`` at least; ``moves in`` is the same, ``cell`` at least. ``digest`` is ``cell`` read from
+    memory. ``checkpoint`` is ``cell`` read from storage, ``saved`` is ``shard`` written there, ``to host`` is ``shard``
+    copied to the host. A lane does its part; all lanes of all cells do at once.
     """
 
     workers: int
