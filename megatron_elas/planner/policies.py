@@ -183,7 +183,11 @@ def ours(
     """Our planner's choice. Raises NoFeasiblePlan."""
     now = begin.without(lost)
     freedom = replace(freedom or Freedom(), staggered=staggered)
-    plan = make_plan(now, freedom, effort or Effort(evaluations=60, exact=_is_small(now)))
+    effort = effort or Effort(evaluations=60, exact=_is_small(now))
+    plan = make_plan(now, freedom, effort)
+    if staggered:  # who may stagger need not
+        together = make_plan(now, replace(freedom, staggered=False), effort, (plan.candidate,))
+        plan = min(plan, together, key=lambda each: each.step_s)
     return _on_all_cells("ours", now, plan.step_s, plan.candidate, "as planned; plan.explain() says what and why", plan)
 
 

@@ -30,7 +30,7 @@ def test_every_policy_gives_its_results(capsys: pytest.CaptureFixture[str], monk
     scale = goodput.Scale(job="llama2-34b", cluster="npu-96", days=100, grid=(8, 2, 6, 2))
     goodput.run_scale("small", scale, "llama3-405b", variants=True)
     printed = capsys.readouterr().out
-    for row in ("ours", "ours_staggered", "recycle", "restart"):
+    for row in ("ours", "ours-staggered", "recycle", "restart"):
         for end in ("", "/slow_x10", "/equal", "/flat", "/fast_restart", "/failures_x3", "/repairs_x10"):
             assert f"RESULT goodput@small/{row}{end}=" in printed
     assert "RESULT vs_recycle@small=" in printed and "RESULT simulated_s@small=" in printed
