@@ -42,9 +42,17 @@ def test_the_ratio_is_measured_over_predicted() -> None:
     ],
 )
 def test_a_line_that_does_not_fit_is_named(tmp_path: Path, line: str, sentence: str) -> None:
-    (tmp_path / "steps.jsonl").write_text(line)
+    (tmp_path / "steps.jsonl").write_text(line + "\n")
     with pytest.raises(BadUsage, match=sentence):
         read_step_reports(tmp_path / "steps.jsonl")
+
+
+def test_a_last_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    whole = json.dumps(as_table(REPORT))
+    (tmp_path / "steps.jsonl").write_text(whole + "\n" + whole[:20])
+    assert read_step_reports(tmp_path / "steps.jsonl") == (REPORT,)
+    (tmp_path / "steps.jsonl").write_text(whole)
+    assert read_step_reports(tmp_path / "steps.jsonl") == (REPORT,)
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
