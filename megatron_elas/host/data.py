@@ -1,7 +1,7 @@
 """A data loader that follows the plan and can go back to the start of any step.
 
-Sample ids are logical: micro-batch ``g`` of the step that begins after ``consumed`` samples is samples
-``consumed + g * b`` to ``consumed + (g + 1) * b - 1``, as in Megatron's own sampler, whoever reads them.
+Sample ids are logical: sample ``i`` of the batch of a step that begins after ``consumed`` samples is ``consumed + i``,
+and micro-batch ``g`` begins at sample ``g * b``, as in Megatron's own sampler, whoever reads them.
 """
 
 from __future__ import annotations
@@ -11,67 +11,62 @@ from typing import Any
 
 import torch
 
+from megatron_elas.spec.items import CellItems, Item
 
-def sample_ids(consumed: int, item: int, micro_batch_size: int) -> tuple[int, ...]:
-    """Samples of one micro-batch of a step.
+
+def sample_ids(consumed: int, item: Item) -> tuple[int, ...]:
+    """Samples of one item of a step.
 
     Args:
         consumed: Samples of all earlier steps.
-        item: Logical micro-batch number.
-        micro_batch_size: Samples per micro-batch.
+        item: Of the step's batch.
 
-    Example: 16 consumed, item 3, size 2 gives (22, 23).
+    Example: 16 consumed, an item of samples [6, 8) gives (22, 23).
     """
-    first = consumed + item * micro_batch_size
-    return tuple(range(first, first + micro_batch_size))
+    return tuple(consumed + sample for start, stop in item.ranges for sample in range(start, stop))
 
 
 class _PlanSampler(torch.utils.data.Sampler[list[int]]):
     """Lists of sample ids for this cell, from one position on, as long as there are whole batches."""
 
-    def __init__(
-        self, items: Callable[[], tuple[int, ...]], consumed: int, batch_size: int, size: int, num_samples: int
-    ) -> None:
+    def __init__(self, items: Callable[[], CellItems], consumed: int, batch_size: int, num_samples: int) -> None:
         self._items = items
         self._consumed = consumed
         self._batch_size = batch_size
-        self._micro_batch_size = size
         self._num_samples = num_samples
 
     def __iter__(self) -> Iterator[list[int]]:
         consumed = self._consumed
         while consumed + self._batch_size <= self._num_samples:
             for item in self._items():
-                yield list(sample_ids(consumed, item, self._micro_batch_size))
+                yield list(sample_ids(consumed, item))
             consumed += self._batch_size
 
 
 class SeekableLoader:
-    """Iterator over this cell's micro-batches; stands where Megatron expects an iterable data loader.
+    """Iterator over this cell's items; stands where Megatron expects an iterable data loader.
 
     Args:
         dataset: Map-style dataset.
-        micro_batch_size: Samples per micro-batch.
         batch_size: Samples per global batch.
         consumed: Samples of all steps before the first.
-        items: Gives this cell's micro-batches of a step of this loader, in order.
+        items: Gives this cell's items of a step of this loader, in order.
         make_loader: Makes a torch data loader from a batch sampler (workers, pinning and collation as Megatron set).
-        observe: Called for every micro-batch handed out, when given.
+        observe: Called with the samples of every item handed out, when given.
     """
 
     def __init__(
         self,
         *,
         dataset: Any,
-        micro_batch_size: int,
         batch_size: int,
         consumed: int,
-        items: Callable[[], tuple[int, ...]],
+        items: Callable[[], CellItems],
         make_loader: Callable[[Any], Any],
         observe: Callable[[tuple[int, ...]], None] | None = None,
     ) -> None:
+        self._dataset = dataset
         self._num_samples = len(dataset)
-        self._micro_batch_size = micro_batch_size
         self._items = items
         self._batch_size = batch_size
         self._make_loader = make_loader
@@ -81,13 +76,25 @@ class SeekableLoader:
         self.seek(consumed)
 
     def seek(self, consumed: int) -> None:
-        """Hand out next the first micro-batch of the step that begins after ``consumed`` samples.
+        """Hand out next the first item of the step that begins after ``consumed`` samples.
 
         Anything fetched ahead is dropped, as is the place of the plan that it was fetched for.
         """
         self._consumed = consumed
         self._position = 0
         self._stream: Iterator[Any] | None = None
+
+    def count_tokens(self, consumed: int, item: Item) -> int:
+        """Tokens that count in the loss of an item of the step after ``consumed`` samples, whoever runs it.
+
+        Of a data set that keeps no loss masks every token counts.
+        """
+        total = 0
+        for sample in sample_ids(consumed, item):
+            content = self._dataset[sample]
+            mask = content.get("loss_mask")
+            total += int(mask.sum()) if mask is not None else content["tokens"].numel()
+        return total
 
     def __iter__(self) -> SeekableLoader:
         return self
@@ -97,11 +104,9 @@ class SeekableLoader:
         if self._position == len(items):
             self._consumed += self._batch_size
             self._position = 0
-        ids = sample_ids(self._consumed, items[self._position], self._micro_batch_size)
+        ids = sample_ids(self._consumed, items[self._position])
         if self._stream is None:
-            sampler = _PlanSampler(
-                self._items, self._consumed, self._batch_size, self._micro_batch_size, self._num_samples
-            )
+            sampler = _PlanSampler(self._items, self._consumed, self._batch_size, self._num_samples)
             self._stream = iter(self._make_loader(sampler))
             for _ in range(self._position):
                 next(self._stream)

@@ -64,7 +64,7 @@ def join_megatron(
     )
     keep_data_parallel_size_logical(job.data_parallel)
     route = Route(plan, session.worker)
-    timer = StepTimer(session.worker, job.micro_batch_size, tell)
+    timer = StepTimer(session.worker, tell)
     attached = Attachment(
         worker=session.worker,
         job=job,

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from megatron_elas.host.attachment import Attachment, attachment
+from megatron_elas.host.attachment import attachment
 from megatron_elas.host.data import SeekableLoader
+from megatron_elas.spec.items import CellItems
 
 LOADER_SETTINGS = ("num_workers", "collate_fn", "pin_memory", "worker_init_fn", "generator")
 """Taken over from Megatron's loader. The loader itself is let go: its sampler knows a rank that may change."""
@@ -37,23 +38,28 @@ def wrap_data_loaders(original: Any) -> Any:
         provider = functools.partial(build_train_valid_test_datasets_provider)
         provider.is_distributed = True  # type: ignore[attr-defined]
         train, valid, test = original(provider)
-        train_sizes = args.micro_batch_size, args.global_batch_size
-        eval_sizes = args.eval_micro_batch_size, args.eval_global_batch_size
+        size, batch_size = args.eval_micro_batch_size, args.eval_global_batch_size
+
+        def step_items() -> CellItems:
+            return attached.route.step_items
+
+        def eval_items() -> CellItems:
+            return attached.route.evaluation_items(batch_size // size, size)
+
         attached.train_loader = _make_seekable(
-            attached, train, *train_sizes, args.consumed_train_samples, attached.samples.extend
+            train, step_items, args.global_batch_size, args.consumed_train_samples, attached.samples.extend
         )
         if valid is not None:
-            valid = [_make_seekable(attached, v, *eval_sizes, args.consumed_valid_samples) for v in valid]
-        test = _make_seekable(attached, test, *eval_sizes, 0)
+            valid = [_make_seekable(v, eval_items, batch_size, args.consumed_valid_samples) for v in valid]
+        test = _make_seekable(test, eval_items, batch_size, 0)
         return attached.train_loader, valid, test
 
     return build_train_valid_test_data_loaders
 
 
 def _make_seekable(
-    attached: Attachment,
     stock: Any,
-    micro_batch_size: int,
+    items: Callable[[], CellItems],
     batch_size: int,
     consumed: int,
     observe: Callable[[tuple[int, ...]], None] | None = None,
@@ -64,10 +70,9 @@ def _make_seekable(
     dataset, settings = stock.dataset, {name: getattr(stock, name) for name in LOADER_SETTINGS}
     return SeekableLoader(
         dataset=dataset,
-        micro_batch_size=micro_batch_size,
         batch_size=batch_size,
         consumed=consumed,
-        items=lambda: attached.route.items_for(batch_size // micro_batch_size),
+        items=items,
         make_loader=lambda sampler: torch.utils.data.DataLoader(dataset, batch_sampler=sampler, **settings),
         observe=observe,
     )

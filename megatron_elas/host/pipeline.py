@@ -1,16 +1,21 @@
 """Point-to-point transfers of the stock 1F1B schedule, routed by the plan.
 
-The schedule asks for "the next activation" and "the next gradient"; which worker that is follows from
-the micro-batch: stage ``s`` gets micro-batch ``g`` from the cell of stage ``s - 1`` that runs ``g``.
+The schedule asks for "the next activation" and "the next gradient". Which workers these come from follows from the
+samples: an item gets each of its samples from the cell of the stage before that runs it there, be it in an item of the
+same samples, of more or of fewer. So an item may be put together from several cells' outputs, and an output be shared
+among several; gradients go the same ways back. Sizes follow from the plan and are not negotiated.
 
-# S sequence, B micro-batch, H hidden: activations and their gradients are (S, B, H).
+A link hands over in the order of sending. Both of its ends run their items in the order of their samples, and an item's
+samples follow one another, so that is the order of receiving too.
+
+# S sequence, B samples of an item, H hidden: activations and their gradients are (S, B, H).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,14 +24,37 @@ from megatron_elas.runtime.channels import PIPELINE
 from megatron_elas.runtime.communicator.buffers import as_bytes
 from megatron_elas.runtime.transport.base import Part, Transport
 from megatron_elas.schedule.one_f_one_b import stock_warmup
+from megatron_elas.schedule.routes import Slice, route
+from megatron_elas.spec.items import CellItems, Item, StageItems, whole_micro_batches
 from megatron_elas.spec.layout import Seat
 from megatron_elas.spec.plan import ElasticPlan
 
 Shape = tuple[int, ...]
 
 
+class Piece(NamedTuple):
+    """Samples of one item that come from, or go to, one worker of a neighbouring stage."""
+
+    worker: int
+    start: int
+    """Of the item's own samples, counted from 0."""
+    stop: int
+    sample: int
+    """The first one, counted in the batch: what the transfer is known by."""
+
+
+class _Pass(NamedTuple):
+    """What a cell runs in a pass over a batch, and where the parts of its items come from and go to."""
+
+    items: CellItems
+    before: tuple[tuple[Piece, ...], ...]
+    """Of every item, ascending: the stage before."""
+    after: tuple[tuple[Piece, ...], ...]
+    """The stage after."""
+
+
 class Route:
-    """Which micro-batches this worker's cell runs in the pass under way, and who runs them elsewhere."""
+    """What this worker's cell runs in the pass under way, and who runs the same samples on the neighbouring stages."""
 
     def __init__(self, plan: ElasticPlan, worker: int) -> None:
         self.worker = worker
@@ -36,34 +64,73 @@ class Route:
         """Follow a new plan; the worker must have a seat in it."""
         self.plan = plan
         self.seat: Seat = plan.placement.seat(self.worker)
-        self.begin(plan.num_items)
+        self._step = self._make_pass(plan.items)
+        self._evaluations: dict[tuple[int, int], _Pass] = {}
+        self.begin_step()
 
-    def begin(self, num_items: int) -> Sequence[int]:
-        """Start a pass over ``num_items`` micro-batches of the whole batch; gives this cell's, in order.
-
-        A training step has the plan's number; an evaluation may have another and is dealt round.
-        """
-        self.num_items = num_items
-        self._cell_of = [
-            {item: cell for cell, items in enumerate(self._deal(num_items, stage)) for item in items}
-            for stage in range(self.plan.placement.num_stages)
-        ]
-        self.items = self.items_for(num_items)
+    def begin_step(self) -> CellItems:
+        """A pass over a step's batch begins; gives this cell's items, in order."""
+        self._under_way = self._step
         return self.items
 
-    def items_for(self, num_items: int) -> tuple[int, ...]:
-        """This cell's micro-batches of a pass over ``num_items``, in order, whatever pass is under way."""
-        return self._deal(num_items, self.seat.stage)[self.seat.cell]
+    def begin_evaluation(self, num_microbatches: int, size: int) -> CellItems:
+        """A pass over other micro-batches of ``size`` samples begins. They are dealt round."""
+        self._under_way = self._evaluation(num_microbatches, size)
+        return self.items
 
-    def _deal(self, num_items: int, stage: int) -> tuple[tuple[int, ...], ...]:
-        """Micro-batches of every cell of a stage."""
-        if num_items == self.plan.num_items:
-            return self.plan.items[stage]
-        return share_items(num_items, len(self.plan.placement.stages[stage]))
+    @property
+    def items(self) -> CellItems:
+        """This cell's, of the pass under way."""
+        return self._under_way.items
 
-    def host_of(self, stage: int, item: int) -> int:
-        """The worker of ``stage``, in this worker's lane, that runs ``item``."""
-        return self.plan.placement.stages[stage][self._cell_of[stage][item]].workers[self.seat.lane]
+    @property
+    def step_items(self) -> CellItems:
+        """This cell's, of a step, whatever pass is under way."""
+        return self._step.items
+
+    def evaluation_items(self, num_microbatches: int, size: int) -> CellItems:
+        """This cell's, of an evaluation, whatever pass is under way."""
+        return self._evaluation(num_microbatches, size).items
+
+    def before(self, position: int) -> tuple[Piece, ...]:
+        """Where the activations of this cell's item at ``position`` come from, and its gradients go to."""
+        return self._under_way.before[position]
+
+    def after(self, position: int) -> tuple[Piece, ...]:
+        """Where its output goes to, and the gradients of that come from."""
+        return self._under_way.after[position]
+
+    def _evaluation(self, num_microbatches: int, size: int) -> _Pass:
+        key = num_microbatches, size
+        if key not in self._evaluations:
+            stages = self.plan.placement.stages
+            dealt = (share_items(num_microbatches, len(cells)) for cells in stages)
+            self._evaluations[key] = self._make_pass([whole_micro_batches(own, size) for own in dealt])
+        return self._evaluations[key]
+
+    def _make_pass(self, stages: Sequence[StageItems]) -> _Pass:
+        stage, cell = self.seat.stage, self.seat.cell
+        before = after = ()
+        if stage > 0:
+            slices = (slice_ for slice_ in route(stages[stage - 1], stages[stage]) if slice_.receiver == cell)
+            before = tuple((slice_.received_item, slice_.sender, slice_) for slice_ in slices)
+        if stage + 1 < len(stages):
+            slices = (slice_ for slice_ in route(stages[stage], stages[stage + 1]) if slice_.sender == cell)
+            after = tuple((slice_.sent_item, slice_.receiver, slice_) for slice_ in slices)
+        items = stages[stage][cell]
+        return _Pass(
+            items,
+            tuple(tuple(self._pieces(item, before, stage - 1)) for item in items),
+            tuple(tuple(self._pieces(item, after, stage + 1)) for item in items),
+        )
+
+    def _pieces(self, item: Item, slices: Sequence[tuple[int, int, Slice]], stage: int) -> Iterator[Piece]:
+        """Of an item: what crosses to or from the cells of ``stage``."""
+        ((first, _),) = item.ranges
+        for number, cell, slice_ in slices:
+            if number == item.number:
+                worker = self.plan.placement.stages[stage][cell].workers[self.seat.lane]
+                yield Piece(worker, slice_.start - first, slice_.stop - first, slice_.start)
 
     @property
     def warmup(self) -> int:
@@ -132,31 +199,31 @@ class RoutedPipeline:
         """The next micro-batch's activation, (S, B, H); None on the first stage."""
         if is_first_stage:
             return [None]
-        item = self._route.items[self._forward_in]
+        position = self._forward_in
         self._forward_in += 1
-        return [self._receive(tensor_shapes, self._route.seat.stage - 1, item, 0)]
+        return [self._receive(tensor_shapes, position, self._route.before(position), 0)]
 
     def recv_backward(self, tensor_shapes: Sequence[Shape], is_last_stage: bool) -> list[torch.Tensor | None]:
         """The gradient of the oldest output not yet differentiated, (S, B, H); None on the last stage."""
         if is_last_stage:
             return [None]
-        item = self._route.items[self._backward_in]
+        position = self._backward_in
         self._backward_in += 1
-        return [self._receive(tensor_shapes, self._route.seat.stage + 1, item, 1)]
+        return [self._receive(tensor_shapes, position, self._route.after(position), 1)]
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
         """Pass an output on to the next stage."""
         if not is_last_stage:
-            item = self._route.items[self._forward_out]
+            pieces = self._route.after(self._forward_out)
             self._forward_out += 1
-            self._send(output_tensors, self._route.seat.stage + 1, item, 0)
+            self._send(output_tensors, pieces, 0)
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
         """Pass an input's gradient back to the stage it came from."""
         if not is_first_stage:
-            item = self._route.items[self._backward_out]
+            pieces = self._route.before(self._backward_out)
             self._backward_out += 1
-            self._send(input_tensor_grads, self._route.seat.stage - 1, item, 1)
+            self._send(input_tensor_grads, pieces, 1)
 
     def send_forward_recv_backward(
         self, output_tensors: Any, tensor_shapes: Sequence[Shape], is_last_stage: bool
@@ -172,18 +239,34 @@ class RoutedPipeline:
         self.send_backward(input_tensor_grads, is_first_stage)
         return self.recv_forward(tensor_shapes, is_first_stage)
 
-    def _receive(self, tensor_shapes: Sequence[Shape], stage: int, item: int, backward: int) -> torch.Tensor:
-        tensor = torch.empty(tuple(tensor_shapes[0]), dtype=self.config.pipeline_dtype)
-        part = Part(self._route.host_of(stage, item), as_bytes(tensor))
-        with self._waiting():
-            self._transport.exchange(PIPELINE, _tag(item, backward), (), (part,))
+    def _receive(
+        self, tensor_shapes: Sequence[Shape], position: int, pieces: Sequence[Piece], backward: int
+    ) -> torch.Tensor:
+        """The tensor of the item at ``position``, put together; Megatron knows the size of a whole micro-batch only."""
+        sequence, _, hidden = tensor_shapes[0]
+        samples = self._route.items[position].samples
+        if len(pieces) == 1:
+            return self._receive_piece((sequence, samples, hidden), pieces[0], backward).requires_grad_()
+        tensor = torch.empty((sequence, samples, hidden), dtype=self.config.pipeline_dtype)
+        for piece in pieces:
+            shape = (sequence, piece.stop - piece.start, hidden)
+            tensor[:, piece.start : piece.stop] = self._receive_piece(shape, piece, backward)
         return tensor.requires_grad_()
 
-    def _send(self, tensors: Any, stage: int, item: int, backward: int) -> None:
-        tensor = (tensors[0] if isinstance(tensors, list) else tensors).detach().contiguous()
-        part = Part(self._route.host_of(stage, item), as_bytes(tensor))
-        self._transport.post(PIPELINE, _tag(item, backward), part)
+    def _receive_piece(self, shape: Shape, piece: Piece, backward: int) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=self.config.pipeline_dtype)
+        with self._waiting():
+            self._transport.exchange(
+                PIPELINE, _tag(piece.sample, backward), (), (Part(piece.worker, as_bytes(tensor)),)
+            )
+        return tensor
+
+    def _send(self, tensors: Any, pieces: Sequence[Piece], backward: int) -> None:
+        tensor = (tensors[0] if isinstance(tensors, list) else tensors).detach()
+        for piece in pieces:
+            part = Part(piece.worker, as_bytes(tensor[:, piece.start : piece.stop].contiguous()))
+            self._transport.post(PIPELINE, _tag(piece.sample, backward), part)
 
 
-def _tag(item: int, backward: int) -> int:
-    return (2 * item + backward) & 0xFFFF
+def _tag(sample: int, backward: int) -> int:
+    return (2 * sample + backward) & 0xFFFF

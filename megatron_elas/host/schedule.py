@@ -1,19 +1,26 @@
-"""Runs the stock schedule over the plan's micro-batches, with weights that keep the gradient exact.
+"""Runs the stock schedule over the plan's items, with weights that keep the gradient exact.
 
-Megatron divides a micro-batch's loss by the number of micro-batches that *its own rank* runs, and the
-gradient by the data-parallel size. With different counts per cell that would weigh samples
-differently. Here the loss is multiplied by (items of this cell / items of the batch) and gradients are
-summed, so every micro-batch weighs 1 / items of the batch wherever it runs. For the original grid this is
-the same number as Megatron's, bit for bit when counts are powers of two.
+Megatron divides a micro-batch's loss by the tokens that count in it, then by the number of micro-batches that *its own
+rank* runs, and the gradient by the data-parallel size. With other items per cell that would weigh samples differently.
+Here every logical micro-batch weighs 1 / micro-batches of the batch, wherever and in whatever company its samples run,
+and gradients are summed:
+
+* A whole micro-batch's loss is multiplied by (items of this cell / micro-batches of the batch), which is the same
+  number as Megatron's, bit for bit when counts are powers of two.
+* The loss of any other item is the sum over the micro-batches it has samples of, each divided by the tokens that count
+  in that *whole* micro-batch. These are counted in the samples themselves, also those that run elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.runtime.ports import FaultPoint
+from megatron_elas.spec.items import Item
 
 LossFunction = Callable[..., tuple[Any, ...]]
 
@@ -65,44 +72,119 @@ def weigh_loss(loss_function: LossFunction, weight: float) -> LossFunction:
     return weighed
 
 
+class Part(NamedTuple):
+    """What an item has of one logical micro-batch."""
+
+    start: int
+    """Of the item's own samples, counted from 0."""
+    stop: int
+    tokens: int
+    """That count in the whole micro-batch."""
+
+
+def weigh_parts(loss_function: LossFunction, parts: Sequence[Part], weight: float) -> LossFunction:
+    """The loss function of an item whose parts are divided by their own micro-batches' tokens.
+
+    Args:
+        loss_function: Gives (sum over tokens, tokens of the item, ...), linear in the losses per token, [b, s], that it
+            is given. Megatron divides the sum by these tokens.
+        parts: Of the item.
+        weight: Of one micro-batch.
+    """
+
+    def weighed(output: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        _, tokens, *rest = loss_function(output, *args, **kwargs)
+        total = 0.0
+        for part in parts:
+            chosen = output if len(parts) == 1 else _keep_samples(output, part.start, part.stop)
+            total = total + loss_function(chosen, *args, **kwargs)[0] / max(part.tokens, 1)
+        return (total * tokens.clamp(min=1) * weight, tokens, *rest)
+
+    return weighed
+
+
+def _keep_samples(output: Any, start: int, stop: int) -> Any:
+    """Losses per token, [b, s], without those of other samples than [start, stop)."""
+    import torch
+
+    kept = torch.zeros_like(output)
+    kept[start:stop] = output[start:stop]
+    return kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """How losses are weighed."""
+
+    num_microbatches: int
+    """Of the batch."""
+    micro_batch_size: int
+    count_tokens: Callable[[int], int]
+    """Tokens that count in a logical micro-batch of the step under way."""
+
+    def apply(self, loss_function: LossFunction, item: Item, items: int) -> LossFunction:
+        """The loss function of an item, one of so many on this cell."""
+        weight = items / self.num_microbatches
+        if item.is_whole(self.micro_batch_size):
+            return weigh_loss(loss_function, weight)
+        parts = [
+            Part(start, stop, self.count_tokens(number)) for number, start, stop in item.parts(self.micro_batch_size)
+        ]
+        return weigh_parts(loss_function, parts, weight)
+
+
 def route_schedule(
     schedule: Callable[..., Any],
     route: Route,
     pipeline: RoutedPipeline,
     counter: PassCounter,
     num_rows: int,
-    per_token_loss: bool,
+    weights: Weights | None,
+    sized: Callable[[int], AbstractContextManager[None]],
     keep_losses: Callable[[Any], None],
 ) -> Callable[..., Any]:
     """Wrap a forward-backward function of Megatron.
 
     Args:
         schedule: What ``get_forward_backward_func`` gave.
-        route: Which micro-batches run here.
+        route: Which items run here.
         pipeline: Transfers to reset for every pass.
         counter: Told of every forward pass.
         num_rows: Data-parallel rows of the job; Megatron passes micro-batches per row.
-        per_token_loss: Megatron divides by the global token count itself, so losses are not weighed.
-        keep_losses: Takes what a training pass gave, one dictionary of losses per micro-batch.
+        weights: Of losses; None: Megatron divides by the global token count itself.
+        sized: Makes Megatron take a micro-batch for so many samples.
+        keep_losses: Takes what a training pass gave, one dictionary of losses per item.
     """
 
-    def run(*, forward_step_func: Any, num_microbatches: int, forward_only: bool = False, **kwargs: Any) -> Any:
-        items = route.begin(num_microbatches * num_rows)
+    def run(
+        *, forward_step_func: Any, num_microbatches: int, micro_batch_size: int, forward_only: bool = False, **more: Any
+    ) -> Any:
+        items = (
+            route.begin_evaluation(num_microbatches * num_rows, micro_batch_size)
+            if forward_only
+            else route.begin_step()
+        )
         pipeline.reset()
-        weight = len(items) / route.num_items
+        coming = iter(items)
 
-        def forward_step(*args: Any, **more: Any) -> tuple[Any, Any]:
+        def forward_step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             if forward_only:
                 counter.forward_only()
             else:
                 counter.forward()
-            output, loss_function = forward_step_func(*args, **more)
-            if forward_only or per_token_loss:
+            item = next(coming)
+            with sized(item.samples):
+                output, loss_function = forward_step_func(*args, **kwargs)
+            if forward_only or weights is None or not pipeline.is_pp_last_stage:
                 return output, loss_function
-            return output, weigh_loss(loss_function, weight)
+            return output, weights.apply(loss_function, item, len(items))
 
         losses = schedule(
-            forward_step_func=forward_step, num_microbatches=len(items), forward_only=forward_only, **kwargs
+            forward_step_func=forward_step,
+            num_microbatches=len(items),
+            micro_batch_size=micro_batch_size,
+            forward_only=forward_only,
+            **more,
         )
         if not forward_only:
             keep_losses(losses)

@@ -42,7 +42,6 @@ class StepTimer:
     def __init__(
         self,
         worker: int,
-        micro_batch_size: int,
         tell: Callable[[StepReport], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -50,12 +49,10 @@ class StepTimer:
 
         Args:
             worker: Its id.
-            micro_batch_size: Samples in every pass.
             tell: Takes the report of every finished step.
             clock: Gives seconds; never goes back.
         """
         self._worker = worker
-        self._samples = micro_batch_size
         self._tell = tell
         self._clock = clock
         self._entered_s = 0.0
@@ -104,6 +101,7 @@ class StepTimer:
     def _make_report(self, plan: ElasticPlan, step: int) -> StepReport:
         stage = plan.placement.seat(self._worker).stage
         first_layer, last_layer = plan.layers[stage]
+        samples = sum(item.samples for item in plan.items_of(self._worker))
         return StepReport(
             worker=self._worker,
             epoch=plan.epoch,
@@ -113,7 +111,7 @@ class StepTimer:
             cells=len(plan.placement.stages[stage]),
             step_s=self._clock() - self._began_s,
             passes=tuple(
-                PassTotal(kind=kind, passes=total.count, samples=total.count * self._samples, seconds=total.seconds)
+                PassTotal(kind=kind, passes=total.count, samples=samples, seconds=total.seconds)
                 for kind, total in self._passes.items()
                 if total.count
             ),

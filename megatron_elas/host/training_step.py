@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_elas.host.attachment import Attachment, attachment
-from megatron_elas.host.schedule import route_schedule
+from megatron_elas.host.schedule import Weights, route_schedule
 from megatron_elas.host.training import MegatronHost
 from megatron_elas.spec.errors import EpochChanged
+from megatron_elas.spec.items import micro_batch
 
 
 def wrap_train_step(original: Any) -> Any:
@@ -98,11 +101,41 @@ def wrap_schedule_lookup(original: Any) -> Any:
             attached.pipeline,
             attached.counter,
             attached.job.data_parallel,
-            bool(get_args().calculate_per_token_loss),
+            None if get_args().calculate_per_token_loss else _weights(attached),
+            micro_batches_of,
             keep_losses,
         )
 
     return get_forward_backward_func
+
+
+def _weights(attached: Attachment) -> Weights:
+    from megatron.training import get_args
+
+    job = attached.job
+
+    def count_tokens(number: int) -> int:
+        assert attached.train_loader is not None
+        # Not by what the loader has handed out: one worker of a cell reads for all.
+        consumed = int(get_args().consumed_train_samples)
+        return attached.train_loader.count_tokens(consumed, micro_batch(number, job.micro_batch_size))
+
+    return Weights(
+        num_microbatches=job.num_microbatches, micro_batch_size=job.micro_batch_size, count_tokens=count_tokens
+    )
+
+
+@contextlib.contextmanager
+def micro_batches_of(samples: int) -> Iterator[None]:
+    """Inside, Megatron's arguments say that a micro-batch has so many samples: a script makes its tensors by them."""
+    from megatron.training import get_args
+
+    args = get_args()
+    size, args.micro_batch_size = args.micro_batch_size, samples
+    try:
+        yield
+    finally:
+        args.micro_batch_size = size
 
 
 def wrap_forward_step(original: Any) -> Any:

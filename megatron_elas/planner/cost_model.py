@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from megatron_elas.planner.memory import layer_activations, layer_parameters
-from megatron_elas.schedule.actions import StageItems
 from megatron_elas.schedule.greedy import Limit
 from megatron_elas.schedule.timing import Durations
 from megatron_elas.spec.cluster import Cluster, Link
 from megatron_elas.spec.cost import JobCost, PassTime, UnitCost, Work
+from megatron_elas.spec.items import StageItems
 from megatron_elas.spec.job_profile import JobProfile
 from megatron_elas.spec.shape import ModelShape, TrainingShape
 from megatron_elas.spec.shards import SLOTS, VERSIONS

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from megatron_elas.schedule.actions import StageItems
 from megatron_elas.schedule.items import cut, deal_round, reroute, reshape
+from megatron_elas.spec.items import StageItems
 from megatron_elas.spec.job import JobSpec
 
 Deal = Literal["reroute", "reshape", "mix"]

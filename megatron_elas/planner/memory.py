@@ -141,7 +141,7 @@ def plan_memory(
             stage=placement.seat(worker).stage,
             tensor_parallel=job.tensor_parallel,
             cells=len(placement.stages[placement.seat(worker).stage]),
-            micro_batch_size=job.micro_batch_size,
+            micro_batch_size=max(item.samples for item in plan.items_of(worker)),
             micro_batches=len(plan.items_of(worker)),
             snapshot=snapshot,
             wards=[shard(ward, 0) for ward in wards],

@@ -28,6 +28,7 @@ from megatron_elas.schedule.one_f_one_b import stock_warmup, stock_warmups
 from megatron_elas.schedule.warmups import StagePasses, find_warmups, run_1f1b
 from megatron_elas.spec.cost import JobCost
 from megatron_elas.spec.errors import NoFeasiblePlan
+from megatron_elas.spec.items import whole_micro_batches
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.plan import ElasticPlan
@@ -186,7 +187,7 @@ def _plan(
         epoch=epoch,
         placement=placement,
         layers=layers,
-        items=items,
+        items=tuple(whole_micro_batches(cells, job.micro_batch_size) for cells in items),
         backups=backups,
         warmups=find_warmups(items),
         over_memory=over_memory,
@@ -211,7 +212,8 @@ def predict_step_s(job: JobSpec, plan: ElasticPlan, costs: JobCosts) -> float:
         passes.append(StagePasses(times.forward.seconds(size), backward_s, sent_s))
         tails.append(stage_tail_s(cost, costs.link, first, last, width))
     warmups = plan.warmups or [stock_warmup(stage, widths) for stage in range(len(widths))]
-    step_s = run_1f1b(plan.items, warmups, passes)
+    numbers = [[[item.number for item in own] for own in cells] for cells in plan.items]
+    step_s = run_1f1b(numbers, warmups, passes)
     assert step_s is not None, f"epoch {plan.epoch}: warm-ups {warmups} get stuck"
     return step_s + max(tails)
 

@@ -26,9 +26,9 @@ from megatron_elas.planner.dataflow import Deal, busiest_share, deal_items
 from megatron_elas.planner.layouts import Layout
 from megatron_elas.planner.partition import StageLoad
 from megatron_elas.planner.situation import Rows, Situation, divided
-from megatron_elas.schedule.actions import Schedule, StageItems
+from megatron_elas.schedule.actions import Schedule
 from megatron_elas.schedule.greedy import Limit, Taste
-from megatron_elas.schedule.items import count_samples, micro_batch
+from megatron_elas.schedule.items import count_samples
 from megatron_elas.schedule.one_f_one_b import stock_warmups
 from megatron_elas.schedule.routes import Flow
 from megatron_elas.schedule.split_backward import Found, Stock, bound_s, split_backward
@@ -36,6 +36,7 @@ from megatron_elas.schedule.timing import Durations, Program, Timeline
 from megatron_elas.spec.cluster import Link
 from megatron_elas.spec.cost import CostSums, JobCost, PassTime, StageTimes
 from megatron_elas.spec.device import PowerCurve
+from megatron_elas.spec.items import StageItems, micro_batch
 from megatron_elas.spec.job import JobSpec
 
 _STEPS = 6

@@ -21,7 +21,7 @@ from megatron_elas.planner.prediction import Candidate, Prediction, Predictor
 from megatron_elas.planner.search import Freedom, homes, search
 from megatron_elas.planner.seating import seat_workers
 from megatron_elas.planner.situation import SPARE, Situation, divided
-from megatron_elas.schedule.actions import StageItems
+from megatron_elas.spec.items import StageItems
 from megatron_elas.spec.layout import Placement
 
 

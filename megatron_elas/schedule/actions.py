@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
 from megatron_elas.spec.errors import BadUsage
+from megatron_elas.spec.items import StageItems
 
 Kind = Literal["F", "B", "W"]
 
@@ -37,25 +38,6 @@ class Action(NamedTuple):
         return Action(int(found[1]), cast(Kind, found[2]), int(found[3]))
 
 
-class Item(NamedTuple):
-    """What a cell runs in one pass: one or more (parts of) micro-batches."""
-
-    number: int
-    """Unique within the stage. Of a whole micro-batch: its logical number ``g = m * D + d``."""
-    ranges: tuple[tuple[int, int], ...]
-    """Samples of the global batch, as ascending ranges ``[start, stop)`` that do not touch."""
-
-    @property
-    def samples(self) -> int:
-        """How many."""
-        if len(self.ranges) == 1:  # Nearly always, and asked for often.
-            start, stop = self.ranges[0]
-            return stop - start
-        return sum(stop - start for start, stop in self.ranges)
-
-
-CellItems = tuple[Item, ...]
-StageItems = tuple[CellItems, ...]
 Order = tuple[Action, ...]
 
 

@@ -9,18 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_elas.schedule.actions import CellItems, Item, StageItems
 from megatron_elas.spec.errors import BadUsage, NoFeasiblePlan
-
-
-def micro_batch(number: int, size: int) -> Item:
-    """A whole micro-batch as an item."""
-    return Item(number, ((number * size, (number + 1) * size),))
-
-
-def whole_micro_batches(items: Sequence[Sequence[int]], size: int) -> StageItems:
-    """Items of a stage from micro-batch numbers per cell, as a plan lists them."""
-    return tuple(tuple(micro_batch(number, size) for number in numbers) for numbers in items)
+from megatron_elas.spec.items import CellItems, Item, StageItems, whole_micro_batches
 
 
 def deal_round(num_microbatches: int, size: int, cells: int) -> StageItems:

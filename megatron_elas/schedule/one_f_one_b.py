@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count, pairwise
 
-from megatron_elas.schedule.actions import Schedule, StageItems
+from megatron_elas.schedule.actions import Schedule
 from megatron_elas.schedule.routes import Flow
 from megatron_elas.schedule.timing import Deadlock, Program, Step
+from megatron_elas.spec.items import StageItems
 
 
 def stock_warmup(stage: int, widths: Sequence[int]) -> int:

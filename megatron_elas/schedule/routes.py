@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_elas.schedule.actions import Item, StageItems
 from megatron_elas.spec.errors import BadUsage
+from megatron_elas.spec.items import Item, StageItems
 
 
 class Slice(NamedTuple):

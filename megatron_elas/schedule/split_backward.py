@@ -16,13 +16,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_elas.schedule.actions import CellItems, Schedule, StageItems
+from megatron_elas.schedule.actions import Schedule
 from megatron_elas.schedule.greedy import NO_MATTER, Limit, Problem, Run, Taste
 from megatron_elas.schedule.items import count_samples
 from megatron_elas.schedule.one_f_one_b import one_f_one_b_program, stock_warmups
 from megatron_elas.schedule.routes import Flow
 from megatron_elas.schedule.timing import Deadlock, Durations, Program
 from megatron_elas.spec.cost import StageTimes
+from megatron_elas.spec.items import CellItems, StageItems
 
 ENOUGH = 1 + 1e-9
 """An order within this factor of the bound is as good as it."""

@@ -2,7 +2,7 @@
 
 The planner makes it, the controller sends it, the workers carry it out; nobody else decides.
 
-Invariants: every micro-batch of the global batch is run exactly once per stage; every layer is on one stage, and
+Invariants: every sample of the global batch is run exactly once per stage; every layer is on one stage, and
 stages follow one another; nobody is a backup of itself.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_elas.spec.items import CellItems, StageItems
 from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.transaction import Update
 
@@ -36,8 +37,8 @@ class ElasticPlan:
     layers: tuple[tuple[int, int], ...]
     """``layers[stage]``: transformer layers ``[start, stop)`` of the stage, numbered from 0 over the whole model. The
     first stage has the embedding as well, the last one the final norm and the head."""
-    items: tuple[tuple[tuple[int, ...], ...], ...]
-    """``items[stage][cell]``: logical micro-batch numbers ``g = m * D + d``, ascending."""
+    items: tuple[StageItems, ...]
+    """``items[stage][cell]``: what the cell runs in a step, in order, ascending by first sample."""
     backups: tuple[tuple[int, int], ...]
     """Pairs (owner, backup) by ascending owner; of one owner's backups the nearest one first."""
     warmups: tuple[int, ...] = ()
@@ -48,22 +49,10 @@ class ElasticPlan:
     over_memory: bool = False
     """By these costs no plan fits the devices' memory, and this is one that takes little."""
 
-    @property
-    def num_items(self) -> int:
-        """Micro-batches in the global batch."""
-        return sum(len(cell_items) for cell_items in self.items[0])
-
-    def items_of(self, worker: int) -> tuple[int, ...]:
-        """Micro-batches that the worker's cell runs in one step."""
+    def items_of(self, worker: int) -> CellItems:
+        """What the worker's cell runs in one step."""
         seat = self.placement.seat(worker)
         return self.items[seat.stage][seat.cell]
-
-    def host_of(self, stage: int, item: int, lane: int) -> int:
-        """The worker that runs ``item`` on ``stage``, in ``lane``."""
-        for cell, cell_items in zip(self.placement.stages[stage], self.items[stage], strict=True):
-            if item in cell_items:
-                return cell.workers[lane]
-        raise KeyError(f"epoch {self.epoch}: no cell of stage {stage} runs micro-batch {item}")
 
     def layers_of(self, worker: int) -> tuple[int, int]:
         """Transformer layers ``[start, stop)`` that the worker's stage holds."""

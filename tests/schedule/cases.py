@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from megatron_elas.schedule.actions import Action, Schedule, StageItems
+from megatron_elas.schedule.actions import Action, Schedule
 from megatron_elas.schedule.items import cut, deal_round, reroute, reshape
 from megatron_elas.schedule.timing import Durations
 from megatron_elas.spec.cost import PassTime, StageTimes
+from megatron_elas.spec.items import StageItems
 
 
 def times(forward: float, input_gradient: float, weight_gradient: float, fixed: float = 0.0) -> StageTimes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from megatron_elas.schedule.actions import Action, Schedule, StageItems, parse_order
+from megatron_elas.schedule.actions import Action, Schedule, parse_order
 from megatron_elas.schedule.checks import (
     check_schedule,
     find_faults,
@@ -19,6 +19,7 @@ from megatron_elas.schedule.one_f_one_b import one_f_one_b
 from megatron_elas.schedule.routes import Flow
 from megatron_elas.schedule.timing import Deadlock
 from megatron_elas.spec.errors import BadUsage
+from megatron_elas.spec.items import StageItems
 from tests.schedule.cases import all_items, unit_durations
 
 AHEAD = Taste(forward_first=True)

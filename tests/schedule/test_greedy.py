@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elas.schedule.actions import StageItems, format_order
+from megatron_elas.schedule.actions import format_order
 from megatron_elas.schedule.checks import check_schedule, peak_samples
 from megatron_elas.schedule.greedy import NO_MATTER, Limit, Taste, greedy
 from megatron_elas.schedule.items import deal_round, reshape
 from megatron_elas.schedule.routes import Flow
 from megatron_elas.schedule.timing import Deadlock, time_schedule
+from megatron_elas.spec.items import StageItems
 from tests.schedule.cases import all_items, durations_of, unit_durations
 
 tastes = st.builds(

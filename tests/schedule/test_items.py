@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_elas.planner.plan import share_items
-from megatron_elas.schedule.actions import Item, StageItems
-from megatron_elas.schedule.items import count_samples, cut, deal_round, reroute, reshape, whole_micro_batches
+from megatron_elas.schedule.items import count_samples, cut, deal_round, reroute, reshape
 from megatron_elas.spec.errors import BadUsage, NoFeasiblePlan
+from megatron_elas.spec.items import Item, StageItems, whole_micro_batches
 from tests.schedule.cases import stage_items
 
 

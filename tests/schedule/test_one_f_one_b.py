@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from megatron_elas.schedule.actions import StageItems, format_order
+from megatron_elas.schedule.actions import format_order
 from megatron_elas.schedule.checks import check_schedule, peak_samples
 from megatron_elas.schedule.items import deal_round
 from megatron_elas.schedule.one_f_one_b import one_f_one_b, stock_warmup
 from megatron_elas.schedule.timing import Deadlock
+from megatron_elas.spec.items import StageItems
 from tests.schedule.cases import all_items
 
 

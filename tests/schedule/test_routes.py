@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from megatron_elas.schedule.actions import Item, StageItems
 from megatron_elas.schedule.items import deal_round, reshape
 from megatron_elas.schedule.routes import Flow, Slice, route, route_all
 from megatron_elas.spec.errors import BadUsage
+from megatron_elas.spec.items import Item, StageItems
 from tests.schedule.cases import all_items
 
 

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elas.schedule.items import reroute, whole_micro_batches
+from megatron_elas.schedule.items import reroute
 from megatron_elas.schedule.one_f_one_b import one_f_one_b, stock_warmup
 from megatron_elas.schedule.timing import Deadlock, Durations, Program
 from megatron_elas.schedule.warmups import StagePasses, find_warmups, run_1f1b
 from megatron_elas.spec.cost import PassTime, StageTimes
+from megatron_elas.spec.items import whole_micro_batches
 
 Numbers = tuple[tuple[tuple[int, ...], ...], ...]
 
