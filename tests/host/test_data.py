@@ -8,13 +8,18 @@ import pytest
 import torch
 
 from megatron_elas.host.data import SeekableLoader, sample_ids
+from megatron_elas.spec.items import Item, micro_batch
 
 
 class Cell:
-    """Which micro-batches are run here; changes with the plan."""
+    """What is run here; changes with the plan."""
 
-    def __init__(self, *items: int) -> None:
-        self.items = items
+    def __init__(self, *numbers: int) -> None:
+        self.run(*numbers)
+
+    def run(self, *numbers: int) -> None:
+        """From now on these micro-batches of two samples."""
+        self.items = tuple(micro_batch(number, 2) for number in numbers)
 
 
 def make_loader(cell: Cell, *, workers: int = 0, size: int = 64, consumed: int = 0) -> tuple[SeekableLoader, list[int]]:
@@ -26,7 +31,6 @@ def make_loader(cell: Cell, *, workers: int = 0, size: int = 64, consumed: int =
 
     loader = SeekableLoader(
         dataset=range(size),
-        micro_batch_size=2,
         batch_size=8,
         consumed=consumed,
         items=lambda: cell.items,
@@ -42,7 +46,27 @@ def take(loader: SeekableLoader, count: int) -> list[int]:
 
 def test_ids_are_those_of_megatrons_sampler() -> None:
     # Row d of D = 2, micro-step m: consumed + (m * D + d) * b.
-    assert [sample_ids(16, m * 2 + 1, 3) for m in range(2)] == [(19, 20, 21), (25, 26, 27)]
+    assert [sample_ids(16, micro_batch(m * 2 + 1, 3)) for m in range(2)] == [(19, 20, 21), (25, 26, 27)]
+
+
+def test_an_item_may_be_any_samples_of_the_batch() -> None:
+    cell = Cell()
+    cell.items = (Item(0, ((1, 4),)), Item(1, ((6, 7),)))
+    loader, seen = make_loader(cell)
+    assert [batch.tolist() for batch in (next(loader) for _ in range(4))] == [[1, 2, 3], [6], [9, 10, 11], [14]]
+    assert seen == [1, 2, 3, 6, 9, 10, 11, 14]
+
+
+def test_tokens_are_counted_in_the_samples_themselves() -> None:
+    dataset = [{"loss_mask": torch.tensor([1.0] * sample + [0.0] * (9 - sample))} for sample in range(8)]
+    loader = SeekableLoader(
+        dataset=dataset, batch_size=4, consumed=0, items=lambda: (), make_loader=lambda sampler: iter(())
+    )
+    assert loader.count_tokens(4, micro_batch(1, 2)) == 6 + 7
+    tokens = SeekableLoader(
+        dataset=[{"tokens": torch.zeros(5)}] * 4, batch_size=4, consumed=0, items=lambda: (), make_loader=iter
+    )
+    assert tokens.count_tokens(0, micro_batch(1, 2)) == 10
 
 
 def test_a_cell_reads_its_micro_batches_of_every_step_in_turn() -> None:
@@ -62,7 +86,7 @@ def test_after_a_change_of_plan_a_seek_reads_for_the_new_plan_also_past_what_was
     cell = Cell(0, 2)
     loader, _ = make_loader(cell, workers=workers)
     take(loader, 3)
-    cell.items = (0, 1, 3)
+    cell.run(0, 1, 3)
     loader.seek(8)
     assert take(loader, 6) == [8, 9, 10, 11, 14, 15, 16, 17, 18, 19, 22, 23]
 

@@ -1,51 +1,105 @@
-"""Every micro-batch weighs the same, whichever cell runs it."""
+"""Every micro-batch weighs the same, whichever cells run it, in whatever company."""
 
 from __future__ import annotations
 
-from fractions import Fraction
+import contextlib
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_elas.host.pipeline import Route, RoutedPipeline
-from megatron_elas.host.schedule import PassCounter, route_schedule
+from megatron_elas.host.schedule import PassCounter, Weights, route_schedule
+from megatron_elas.planner.plan import share_items
+from megatron_elas.schedule.items import cut
+from megatron_elas.spec.items import whole_micro_batches
+from megatron_elas.spec.plan import ElasticPlan
 from tests.host.test_pipeline import make_plan
+
+SEQUENCE = 4
+SIZE = 2
+"""Samples of a micro-batch."""
+MICRO_BATCHES = 12
+COUNTS = torch.randint(0, 2, (MICRO_BATCHES * SIZE, SEQUENCE), generator=torch.Generator().manual_seed(3)).double()
+"""Which tokens count; no two micro-batches need to have as many."""
+LOSSES = torch.rand((MICRO_BATCHES * SIZE, SEQUENCE), generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
 
 def stock_schedule(*, forward_step_func: Any, num_microbatches: int, forward_only: bool = False, **more: Any) -> Any:
-    """Divides every loss by the number of micro-batches of its own rank, as Megatron's schedules do."""
-    total = Fraction(0)
+    """Divides every loss by its tokens and by the number of micro-batches of its own rank, as Megatron does."""
+    total = 0.0
     for _ in range(num_microbatches):
         output, loss_function = forward_step_func("data", "model")
-        total += loss_function(output)[0] / num_microbatches
+        loss, tokens, _ = loss_function(output)
+        total += float(loss / tokens.clamp(min=1)) / num_microbatches
     return total
 
 
-def forward_step(data: Any, model: Any) -> tuple[Any, Any]:
-    return Fraction(1), lambda output: (output, "tokens", "report")
-
-
-def run(plan: Any, worker: int, **more: Any) -> Fraction:
+def run(plan: Any, worker: int, counts: torch.Tensor = COUNTS, **more: Any) -> float:
+    """The worker's loss of a step."""
     route = Route(plan, worker)
     pipeline = RoutedPipeline(None, route, None)  # type: ignore[arg-type]
     counter = PassCounter(lambda *place: None)
+    position = itertools.count()
+    sizes = []
+
+    @contextlib.contextmanager
+    def sized(samples: int) -> Iterator[None]:
+        sizes.append(samples)
+        yield
+
+    def forward_step(data: Any, model: Any) -> tuple[Any, Any]:
+        ((start, stop),) = route.items[next(position)].ranges
+        assert sizes[-1] == stop - start
+        mask = counts[start:stop]
+        return LOSSES[start:stop], lambda output: ((output * mask).sum(), mask.sum(), "report")
+
+    def count_tokens(number: int) -> int:
+        return int(counts[number * SIZE : (number + 1) * SIZE].sum())
+
     schedule = route_schedule(
-        stock_schedule, route, pipeline, counter, num_rows=2, per_token_loss=False, keep_losses=lambda losses: None
-    )
-    return schedule(forward_step_func=forward_step, num_microbatches=6, **more)
+        stock_schedule, route, pipeline, counter, num_rows=2,
+        weights=Weights(num_microbatches=MICRO_BATCHES, micro_batch_size=SIZE, count_tokens=count_tokens),
+        sized=sized, keep_losses=lambda losses: None,
+    )  # fmt: skip
+    return schedule(forward_step_func=forward_step, num_microbatches=6, micro_batch_size=SIZE, **more)
+
+
+def want(counts: torch.Tensor = COUNTS) -> float:
+    """The mean over micro-batches of their means over tokens that count."""
+    sums = (LOSSES * counts).view(MICRO_BATCHES, -1).sum(dim=1)
+    return float((sums / counts.view(MICRO_BATCHES, -1).sum(dim=1).clamp(min=1)).mean())
+
+
+def whole(cells: int) -> ElasticPlan:
+    return make_plan((cells,), items=(whole_micro_batches(share_items(MICRO_BATCHES, cells), SIZE),))
 
 
 @pytest.mark.parametrize("cells", [1, 2, 3, 5, 12])
-def test_the_weights_of_a_stage_add_up_to_one_and_are_equal_per_micro_batch(cells: int) -> None:
-    plan = make_plan((cells,), 12)
-    sums = [run(plan, worker) for worker in range(cells)]
-    assert sum(sums) == pytest.approx(1, abs=1e-12)
-    for worker, total in enumerate(sums):
-        assert total == pytest.approx(len(plan.items[0][worker]) / 12, abs=1e-12)
+def test_every_micro_batch_weighs_the_same_whichever_cell_runs_it(cells: int) -> None:
+    plan = whole(cells)
+    assert sum(run(plan, worker) for worker in range(cells)) == pytest.approx(want(), rel=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [[[3] * 8], [[3] * 4, [1] * 12], [[5, 5], [7], [4, 3]], [[1] * 24], [[24]]])
+def test_items_that_cut_micro_batches_or_join_them_weigh_their_samples_as_whole_ones_do(sizes: list[list[int]]) -> None:
+    plan = make_plan((len(sizes),), items=(cut(MICRO_BATCHES * SIZE, sizes),))
+    assert sum(run(plan, worker) for worker in range(len(sizes))) == pytest.approx(want(), rel=1e-12)
+
+
+def test_a_micro_batch_of_which_no_token_counts_weighs_nothing() -> None:
+    counts = COUNTS.clone()
+    counts[2 * SIZE : 3 * SIZE] = 0
+    plan = make_plan((2,), items=(cut(MICRO_BATCHES * SIZE, [[5, 7], [5, 7]]),))
+    assert sum(run(plan, worker, counts) for worker in range(2)) == pytest.approx(want(counts), rel=1e-12)
 
 
 def test_an_evaluation_is_not_weighed() -> None:
-    assert run(make_plan((3,), 12), 0, forward_only=True) == 1
+    total = run(whole(3), 0, forward_only=True)
+    own = [float((LOSSES * COUNTS)[2 * g : 2 * g + 2].sum() / COUNTS[2 * g : 2 * g + 2].sum()) for g in range(0, 12, 3)]
+    assert total == pytest.approx(sum(own) / len(own), rel=1e-12)
 
 
 def test_passes_of_steps_and_evaluations_are_counted_for_fault_scripts_and_others_are_not() -> None:
