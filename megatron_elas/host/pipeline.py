@@ -264,8 +264,8 @@ class RoutedPipeline:
     def _send(self, tensors: Any, pieces: Sequence[Piece], backward: int) -> None:
         tensor = (tensors[0] if isinstance(tensors, list) else tensors).detach()
         for piece in pieces:
-            part = Part(piece.worker, as_bytes(tensor[:, piece.start : piece.stop].contiguous()))
-            self._transport.post(PIPELINE, _tag(piece.sample, backward), part)
+            own = tensor[:, piece.start : piece.stop].contiguous()  # lives until its bytes are taken
+            self._transport.post(PIPELINE, _tag(piece.sample, backward), Part(piece.worker, as_bytes(own)))
 
 
 def _tag(sample: int, backward: int) -> int:
