@@ -19,21 +19,23 @@ from dataclasses import replace
 from itertools import count, pairwise
 
 from megatron_elas.planner.backups import place_backups
+from megatron_elas.planner.cost_model import stage_durations
 from megatron_elas.planner.job_costs import JobCosts, uniform_costs
 from megatron_elas.planner.prediction import stage_tail_s
 from megatron_elas.planner.search import Freedom
 from megatron_elas.planner.situation import Situation
 from megatron_elas.planner.step_plan import Effort, StepPlan, make_plan
-from megatron_elas.schedule.one_f_one_b import stock_warmup, stock_warmups
-from megatron_elas.schedule.warmups import StagePasses, find_warmups, run_1f1b
+from megatron_elas.schedule.one_f_one_b import one_f_one_b_program, stock_warmup, stock_warmups
+from megatron_elas.schedule.routes import Flow
+from megatron_elas.schedule.warmups import StagePasses, find_item_warmups, run_1f1b
 from megatron_elas.spec.cost import JobCost
 from megatron_elas.spec.errors import NoFeasiblePlan
-from megatron_elas.spec.items import whole_micro_batches
+from megatron_elas.spec.items import StageItems, whole_micro_batches
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.plan import ElasticPlan
 
-RUNTIME = Freedom(layers=False, cells=False, deals=("reroute",), split=False, divide=False, orders=False)
+RUNTIME = Freedom(layers=False, cells=False, split=False, orders=False)
 """What the runtime carries out in any step."""
 RESTAGING = replace(RUNTIME, layers=True)
 """What it carries out in a recovery in which models are made anew, cells staying."""
@@ -47,7 +49,6 @@ TIMED_ITEMS = 6_000
 MORE_MEMORY = 1.1
 """By which the limit is raised when no plan fits."""
 
-Items = tuple[tuple[tuple[int, ...], ...], ...]
 Layers = tuple[tuple[int, int], ...]
 """Of every stage: ``[start, stop)``."""
 
@@ -64,7 +65,10 @@ def initial_plan(job: JobSpec, domains: Mapping[int, str], costs: JobCosts | Non
         BadUsage: The costs are those of another model.
     """
     placement = Placement.initial(job)
-    items = tuple(share_items(job.num_microbatches, len(stage)) for stage in placement.stages)
+    items = tuple(
+        whole_micro_batches(share_items(job.num_microbatches, len(stage)), job.micro_batch_size)
+        for stage in placement.stages
+    )
     backups = place_backups(placement, domains, job.snapshot_replicas)
     return _plan(job, 0, placement, job.launch_layers, items, backups, costs)
 
@@ -104,7 +108,8 @@ def replan(
     found, fits = _find(situation)
     placement, backups = found.place(left, domains, before=old.placement, replicas=job.snapshot_replicas)
     layers = tuple(pairwise(found.candidate.cuts))
-    return _plan(job, epoch, placement, layers, found.micro_batches(), backups, costs, over_memory=not fits)
+    items = tuple(found.items(stage) for stage in range(found.candidate.num_stages))
+    return _plan(job, epoch, placement, layers, items, backups, costs, over_memory=not fits)
 
 
 def _situation(job: JobSpec, left: Placement, before: Placement, layers: Layers, costs: JobCosts) -> Situation:
@@ -177,7 +182,7 @@ def _plan(
     epoch: int,
     placement: Placement,
     layers: Layers,
-    items: Items,
+    items: tuple[StageItems, ...],
     backups: tuple[tuple[int, int], ...],
     costs: JobCosts | None,
     *,
@@ -187,16 +192,16 @@ def _plan(
         epoch=epoch,
         placement=placement,
         layers=layers,
-        items=tuple(whole_micro_batches(cells, job.micro_batch_size) for cells in items),
+        items=items,
         backups=backups,
-        warmups=find_warmups(items),
+        warmups=find_item_warmups(items, job.micro_batch_size),
         over_memory=over_memory,
     )
     return plan if costs is None else replace(plan, predicted_s=predict_step_s(job, plan, costs))
 
 
 def predict_step_s(job: JobSpec, plan: ElasticPlan, costs: JobCosts) -> float:
-    """Seconds of a step under a plan, its micro-batches as they are dealt, with 1F1B.
+    """Seconds of a step under a plan, its items as they are dealt, with 1F1B.
 
     Raises:
         BadUsage: The costs are those of another model.
@@ -204,14 +209,21 @@ def predict_step_s(job: JobSpec, plan: ElasticPlan, costs: JobCosts) -> float:
     costs.check(job)
     cost, size = costs.cost, job.micro_batch_size
     widths = [len(cells) for cells in plan.placement.stages]
+    tails = [
+        stage_tail_s(cost, costs.link, first, last, width)
+        for (first, last), width in zip(plan.layers, widths, strict=True)
+    ]
+    warmups = plan.warmups or [stock_warmup(stage, widths) for stage in range(len(widths))]
+    if not all(item.is_whole(size) for cells in plan.items for own in cells for item in own):
+        cuts = (0, *(stop for _, stop in plan.layers))
+        durations = stage_durations(cost, cuts, plan.items, link=costs.link)
+        return one_f_one_b_program(Flow(plan.items), warmups).run(durations).step_s + max(tails)
     sent_s = costs.link.transfer_s(cost.boundary_bytes * size)
-    passes, tails = [], []
-    for (first, last), width in zip(plan.layers, widths, strict=True):
+    passes = []
+    for first, last in plan.layers:
         times = cost.stage_times(first, last)
         backward_s = times.input_gradient.seconds(size) + times.weight_gradient.seconds(size)
         passes.append(StagePasses(times.forward.seconds(size), backward_s, sent_s))
-        tails.append(stage_tail_s(cost, costs.link, first, last, width))
-    warmups = plan.warmups or [stock_warmup(stage, widths) for stage in range(len(widths))]
     numbers = [[[item.number for item in own] for own in cells] for cells in plan.items]
     step_s = run_1f1b(numbers, warmups, passes)
     assert step_s is not None, f"epoch {plan.epoch}: warm-ups {warmups} get stuck"

@@ -123,12 +123,6 @@ class StepPlan:
         job = divided(self.situation.job, self.candidate.size)
         return deal_items(job, self.candidate.names[stage], self.candidate.deals[stage])
 
-    def micro_batches(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Of every stage and cell: the numbers of its micro-batches, where all are whole."""
-        assert set(self.candidate.deals) == {"reroute"} and self.candidate.size == self.situation.job.micro_batch_size
-        stages = range(self.candidate.num_stages)
-        return tuple(tuple(tuple(item.number for item in own) for own in self.items(stage)) for stage in stages)
-
     def streams(self) -> tuple[Stream, ...]:
         """Which cell draws the random numbers of which samples in which layers."""
         streams = []

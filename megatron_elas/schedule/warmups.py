@@ -15,6 +15,8 @@ from itertools import count
 from typing import NamedTuple
 
 from megatron_elas.schedule.one_f_one_b import stock_warmups
+from megatron_elas.schedule.routes import Flow
+from megatron_elas.spec.items import StageItems
 
 Numbers = Sequence[Sequence[Sequence[int]]]
 """``numbers[stage][cell]``: micro-batches in the order in which the cell runs them; of every stage all of them."""
@@ -27,6 +29,55 @@ class StagePasses(NamedTuple):
     backward_s: float
     sent_s: float
     """From the end of a pass to its result's arrival at the next stage, or its gradient's from there."""
+
+
+def find_item_warmups(items: Sequence[StageItems], size: int) -> tuple[int, ...]:
+    """As ``find_warmups``, for items of any samples; ``size``: of a whole micro-batch."""
+    if all(item.is_whole(size) for cells in items for own in cells for item in own):
+        return find_warmups([[[item.number for item in own] for own in cells] for cells in items])
+    flow = Flow(items)
+    stages = len(items)
+    stock = stock_warmups([len(cells) for cells in items], [max(map(len, cells)) for cells in items])
+    for more in count():
+        warmups = [ahead + more * (stages - 1 - stage) for stage, ahead in enumerate(stock)]
+        if _ends(flow, warmups):
+            return tuple(warmups)
+    raise AssertionError
+
+
+def _ends(flow: Flow, warmups: Sequence[int]) -> bool:
+    """Whether 1F1B with these warm-ups ends, also where the cells of a stage join before their first pass."""
+    stages = len(flow.stages)
+    done_forward, done_backward = ([False] * len(flow.items) for _ in range(2))
+    passes = [(0, 0)] * flow.num_cells
+    waiting = [len(cells) for cells in flow.stages]
+    ready = [False] * flow.num_cells
+    moved = True
+    while moved:
+        moved = False
+        for cell in range(flow.num_cells):
+            stage, own = flow.stage_of_cell[cell], flow.own[cell]
+            ran, back = passes[cell]
+            while back < len(own):
+                if ran < len(own) and ran - back <= warmups[stage]:
+                    item = own[ran]
+                    if not all(done_forward[other] for other, _ in flow.before[item]):
+                        break
+                    if not ready[cell]:
+                        ready[cell], moved = True, True
+                        waiting[stage] -= 1
+                    if waiting[stage]:
+                        break
+                    done_forward[item] = moved = True
+                    ran += 1
+                else:
+                    item = own[back]
+                    if stage < stages - 1 and not all(done_backward[other] for other, _ in flow.after[item]):
+                        break
+                    done_backward[item] = moved = True
+                    back += 1
+            passes[cell] = ran, back
+    return all(back == len(flow.own[cell]) for cell, (_, back) in enumerate(passes))
 
 
 def find_warmups(numbers: Numbers) -> tuple[int, ...]:
