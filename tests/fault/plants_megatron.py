@@ -50,6 +50,7 @@ def megatron_plants(scene: Scene) -> dict[str, Plant]:
     from megatron_elas.host.data import _PlanSampler
     from megatron_elas.host.log_handover import Log, LogWriter
     from megatron_elas.host.model import bucket_groups_of, buffers_of
+    from megatron_elas.host.pipeline import Piece
 
     attached, host, args, machine = scene.attached, scene.host, get_args(), get_rerun_state_machine()
     model, chain = host._model, host._optimizer
@@ -246,7 +247,11 @@ def megatron_plants(scene: Scene) -> dict[str, Plant]:
             "schedules", f"neighbours {dead} and 0", lambda: alive(blank(P2PCommunicator, prev_rank=dead, next_rank=0))
         ),
         "the route's plan": Plant("schedules", "the route follows a plan", lambda: setting(plan=(route, first))),
-        "the route's hosts": Plant("schedules", "are routed to workers", lambda: setting(plan=(route, first))),
+        "the route's neighbours": Plant(
+            "schedules",
+            f"are routed from or to workers [{dead}]",
+            lambda: setting(_step=(route, route._step._replace(before=((Piece(dead, 0, 1, 0),),)))),
+        ),
         "the route's seat": Plant(
             "schedules", "the route starts from", lambda: setting(seat=(route, dataclasses.replace(route.seat, cell=9)))
         ),

@@ -155,7 +155,7 @@ def parameters(attached: Any) -> Any:
 
 
 def shard(attached: Any) -> dict[str, Any]:
-    """Where this worker sits and its optimizer shard, piece by piece."""
+    """Where this worker sits, how many samples its items have, and its optimizer shard, piece by piece."""
     import torch
 
     access = attached.host._access
@@ -168,7 +168,9 @@ def shard(attached: Any) -> dict[str, Any]:
         (piece.name, piece.start, piece.stop, slots[:, offset : offset + piece.numel].clone())
         for piece, offset in zip(layout.pieces, layout.offsets(), strict=True)
     ]
-    return {"stage": seat.stage, "lane": seat.lane, "pieces": pieces, "step": float(flat[-1]), "pid": os.getpid()}
+    items = [item.samples for item in attached.route.step_items]
+    place = {"stage": seat.stage, "cell": seat.cell, "lane": seat.lane, "items": items}
+    return place | {"pieces": pieces, "step": float(flat[-1]), "pid": os.getpid()}
 
 
 def find_lasting(attached: Any) -> list[str]:

@@ -274,10 +274,10 @@ def schedules(scene: Scene) -> Iterator[Finding]:
         yield f"the route follows a plan of epoch {route.plan.epoch}"
     if route.seat != scene.plan.placement.seat(scene.worker):
         yield f"the route starts from seat {route.seat}"
-    for stage in range(scene.plan.placement.num_stages):
-        hosts = {route.host_of(stage, item) for item in range(route.num_items)}
-        if not hosts <= set(scene.seated):
-            yield f"micro-batches of stage {stage} are routed to workers {sorted(hosts - set(scene.seated))}"
+    for pass_ in (route._step, route._under_way, *route._evaluations.values()):
+        others = {piece.worker for pieces in (*pass_.before, *pass_.after) for piece in pieces}
+        if not others <= set(scene.seated):
+            yield f"samples are routed from or to workers {sorted(others - set(scene.seated))}"
     if pipeline._route is not route or pipeline._transport is not scene.transport:
         yield "the pipeline has another route or transport"
     if attached.host is not scene.host or scene.host._route is not route or scene.session._host is not scene.host:
@@ -325,7 +325,7 @@ def rerun_machine(scene: Scene) -> Iterator[Finding]:
             yield "a data iterator replays"
         saved, items = len(iterator.saved_microbatches), scene.plan.items_of(scene.worker)
         if iterator.iterable is scene.host._train_loader and saved not in (0, len(items)):
-            yield f"the data iterator keeps {saved} micro-batches, this cell runs {len(items)}"
+            yield f"the data iterator keeps {saved} items, this cell runs {len(items)}"
 
 
 def straggler_detector(scene: Scene) -> Iterator[Finding]:
@@ -387,7 +387,7 @@ def data_loaders(scene: Scene) -> Iterator[Finding]:
         step = scene.session.next_step - 1
         if (train._consumed, train._position) != (scene.host.consumed_samples(step), len(items)):
             yield (
-                f"the training loader has handed out {train._position} micro-batches behind sample {train._consumed}, "
+                f"the training loader has handed out {train._position} items behind sample {train._consumed}, "
                 f"step {step} has {len(items)} behind sample {scene.host.consumed_samples(step)}"
             )
     streams = [loader._stream for loader in loaders if loader._stream is not None]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from megatron_elas.planner.plan import share_items
+from megatron_elas.spec.items import whole_micro_batches
 from megatron_elas.spec.layout import Cell, Placement
 from megatron_elas.spec.plan import ElasticPlan
 from tests.fault.runs import ITERATION, LLAMA, TRAINING
@@ -64,7 +65,7 @@ def make_plan(epoch: int, stages: Sequence[Sequence[Sequence[int]]], layers: Seq
         epoch=epoch,
         placement=placement,
         layers=tuple(layers),
-        items=tuple(share_items(BATCH, len(stage)) for stage in stages),
+        items=tuple(whole_micro_batches(share_items(BATCH, len(stage)), 1) for stage in stages),
         backups=(),
     )
 

@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 
 from megatron_elas.host.step_timer import StepTimer
+from megatron_elas.planner.plan import share_items
+from megatron_elas.spec.items import whole_micro_batches
 from megatron_elas.spec.step_report import PassTotal, StepReport
 from tests.host.test_pipeline import make_plan
 
-PLAN = replace(make_plan((1, 2), 4), epoch=0)
+ITEMS = tuple(whole_micro_batches(share_items(4, cells), 3) for cells in (1, 2))
+PLAN = replace(make_plan((1, 2), items=ITEMS), epoch=0)
 WORKER = 2
 
 
@@ -33,7 +36,7 @@ class Loop:
     def __init__(self) -> None:
         self.clock = Clock()
         self.told: list[StepReport] = []
-        self.timer = StepTimer(WORKER, 3, self.told.append, self.clock)
+        self.timer = StepTimer(WORKER, self.told.append, self.clock)
 
     def run(self, step: int, epoch: int = 0, seconds: float = 1.0, *, cut: bool = False) -> None:
         self.timer.begin(epoch, step)

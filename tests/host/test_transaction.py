@@ -16,7 +16,7 @@ def attach(monkeypatch: pytest.MonkeyPatch, step: int, told: list[str]) -> None:
     """Be in this step; what the session and fault scripts hear is written to ``told``."""
     attached = SimpleNamespace(
         counter=SimpleNamespace(step=step),
-        timer=StepTimer(0, 1, lambda report: None),
+        timer=StepTimer(0, lambda report: None),
         session=SimpleNamespace(applied=lambda: told.append("applied")),
         strike=lambda step, phase, microbatch: told.append(phase),
     )
