@@ -12,7 +12,7 @@ lines ``RESULT name=value unit``:
 * ``quick@GRID/LOSS``: step time of the plan that is made while workers wait, relative to that of the thorough one,
   which all other figures are of; both timed exactly;
 * ``job@GRID/LOSS``: samples per second of the plan that the running job carries out today, relative to ours: its
-  runtime moves whole micro-batches in the order of 1F1B;
+  runtime cuts and joins micro-batches, in the order of 1F1B, and keeps layers where they are while they fit;
 * ``vs_POLICY@GRID/LOSS``: samples per second of ours relative to that policy's; ``no plan`` where it cannot go on;
 * ``share_min``, ``own_min``, ``vs_POLICY_min``: the least of all; ``quick_max``: the most;
   ``share_min@m>=4pp``: of grids with four micro-batches per stage and row, or more;
@@ -42,7 +42,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_elas.planner.clocks import Clocked
-from megatron_elas.planner.plan import RUNTIME
+from megatron_elas.planner.plan import RUNTIME, choose
 from megatron_elas.planner.policies import POLICIES, PolicyStep, ours, recycle, stock
 from megatron_elas.planner.prediction import Predictor
 from megatron_elas.planner.search import Freedom
@@ -234,8 +234,7 @@ def compare(begin: Situation, grid: str, table: Table, effort: Effort, *, prefix
             except NoFeasiblePlan:
                 ratios[f"vs_{rival}"] = None
         try:
-            job = ours(begin, lost, effort=Effort(evaluations=1, exact=True), freedom=RUNTIME)
-            job_ratio = job.samples_per_s / step.samples_per_s
+            job_ratio = step.step_s / choose(now).work.step_s
         except NoFeasiblePlan:
             job_ratio = None
         line = Line(share, own, quick_ratio(now, step), job_ratio, ratios, bound_of(step, own))

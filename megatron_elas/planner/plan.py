@@ -1,9 +1,10 @@
 """The running job's plan: that of the step planner, with the freedom that the runtime has.
 
-As long as every stage has a cell, or spare workers make one for it, layers and cells stay, whole micro-batches of
-lost rows are dealt to the other cells of their stage, and spare workers make cells where these relieve the busiest
-stage. Where that does not fit the memory, layers may move too, and if need be cells. When a stage has no cell left,
-both may. Orders are those of 1F1B at nominal clocks.
+As long as every stage has a cell, or spare workers make one for it, layers and cells stay, the samples of lost rows are
+dealt to the other cells of their stage, in whole micro-batches or in items of other sizes, and spare workers make cells
+where these relieve the busiest stage. Where that does not fit the memory, layers may move too, and if need be cells.
+When a stage has no cell left, both may. Orders are those of 1F1B at nominal clocks. Where nothing is known of what
+passes take, micro-batches stay whole.
 
 A job goes on as long as a cell can be made: see ``ElasticPlan.over_memory``.
 
@@ -13,21 +14,24 @@ Pure: the same inputs give the same plan on any machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count, pairwise
+from typing import NamedTuple
 
 from megatron_elas.planner.backups import place_backups
 from megatron_elas.planner.cost_model import stage_durations
+from megatron_elas.planner.dataflow import Deal
 from megatron_elas.planner.job_costs import JobCosts, uniform_costs
 from megatron_elas.planner.prediction import stage_tail_s
 from megatron_elas.planner.search import Freedom
 from megatron_elas.planner.situation import Situation
 from megatron_elas.planner.step_plan import Effort, StepPlan, make_plan
-from megatron_elas.schedule.one_f_one_b import one_f_one_b_program, stock_warmup, stock_warmups
+from megatron_elas.schedule.one_f_one_b import stock_warmup
 from megatron_elas.schedule.routes import Flow
-from megatron_elas.schedule.warmups import StagePasses, find_item_warmups, run_1f1b
+from megatron_elas.schedule.warmups import StagePasses, find_item_warmups, run_1f1b, run_items
+from megatron_elas.spec.cluster import Link
 from megatron_elas.spec.cost import JobCost
 from megatron_elas.spec.errors import NoFeasiblePlan
 from megatron_elas.spec.items import StageItems, whole_micro_batches
@@ -41,6 +45,8 @@ RESTAGING = replace(RUNTIME, layers=True)
 """What it carries out in a recovery in which models are made anew, cells staying."""
 REGROUPING = replace(RESTAGING, cells=True)
 """And that in which they do not."""
+_WHOLE: tuple[Deal, ...] = ("reroute",)
+"""How whole micro-batches move."""
 EXACT_ITEMS = 600
 """Most items of all stages together that are timed one by one while workers wait."""
 TIMED_ITEMS = 6_000
@@ -65,12 +71,17 @@ def initial_plan(job: JobSpec, domains: Mapping[int, str], costs: JobCosts | Non
         BadUsage: The costs are those of another model.
     """
     placement = Placement.initial(job)
-    items = tuple(
-        whole_micro_batches(share_items(job.num_microbatches, len(stage)), job.micro_batch_size)
-        for stage in placement.stages
+    cells = whole_micro_batches(share_items(job.num_microbatches, job.data_parallel), job.micro_batch_size)
+    items = (cells,) * placement.num_stages
+    plan = ElasticPlan(
+        epoch=0,
+        placement=placement,
+        layers=job.launch_layers,
+        items=items,
+        backups=place_backups(placement, domains, job.snapshot_replicas),
+        warmups=find_item_warmups(items, job.micro_batch_size),
     )
-    backups = place_backups(placement, domains, job.snapshot_replicas)
-    return _plan(job, 0, placement, job.launch_layers, items, backups, costs)
+    return plan if costs is None else replace(plan, predicted_s=predict_step_s(job, plan, costs))
 
 
 def replan(
@@ -90,7 +101,7 @@ def replan(
         epoch: Of the plan.
         domains: Failure domain of each worker.
         costs: What plans are compared and predicted with; None: every layer takes and holds as much, see
-            ``uniform_costs``, and nothing is predicted.
+            ``uniform_costs``, micro-batches stay whole, and nothing is predicted.
 
     Raises:
         NoFeasiblePlan: Fewer workers are left than a cell takes.
@@ -104,42 +115,112 @@ def replan(
             f"{sorted(lost)}; before: {old.placement.describe()}): restart on more machines from the newest "
             f"checkpoint with --load"
         )
-    situation = _situation(job, left, old.placement, old.layers, costs or _roomy_costs(job, workers))
-    found, fits = _find(situation)
-    placement, backups = found.place(left, domains, before=old.placement, replicas=job.snapshot_replicas)
-    layers = tuple(pairwise(found.candidate.cuts))
-    items = tuple(found.items(stage) for stage in range(found.candidate.num_stages))
-    return _plan(job, epoch, placement, layers, items, backups, costs, over_memory=not fits)
+    costs_or_even = costs or _roomy_costs(job, workers)
+    costs_or_even.check(job)
+    chosen = choose(_situation(job, left, old, costs_or_even), whole=costs is None)
+    placement, backups = chosen.plan.place(left, domains, before=old.placement, replicas=job.snapshot_replicas)
+    return ElasticPlan(
+        epoch=epoch,
+        placement=placement,
+        layers=chosen.work.layers,
+        items=chosen.work.items,
+        backups=backups,
+        warmups=chosen.work.warmups,
+        predicted_s=None if costs is None else chosen.work.step_s,
+        over_memory=not chosen.fits,
+    )
 
 
-def _situation(job: JobSpec, left: Placement, before: Placement, layers: Layers, costs: JobCosts) -> Situation:
-    costs.check(job)
+class Work(NamedTuple):
+    """What stages run in a step, and how."""
+
+    layers: Layers
+    items: tuple[StageItems, ...]
+    warmups: tuple[int, ...]
+    step_s: float
+    """Predicted, every item of every cell timed."""
+
+
+class Choice(NamedTuple):
+    """What a running job does in a situation."""
+
+    plan: StepPlan
+    work: Work
+    fits: bool
+    """Into the memory. What a profile says of it is an estimate, and no reason to end a job."""
+
+
+def choose(situation: Situation, *, whole: bool = False) -> Choice:
+    """What the job does: never slower than to do nothing, but to move whole micro-batches, where that is possible.
+
+    Args:
+        situation: After a loss.
+        whole: Micro-batches are neither cut nor joined.
+    """
+    found, fits = _find(situation, whole=whole)
+    chosen = _choice(situation, found, fits)
+    nothing = found.nothing
+    if nothing is not None and nothing.candidate != found.candidate:
+        # The search may have timed one cell for each stage, and knows nothing of cells that join.
+        still = _choice(situation, replace(found, prediction=nothing), fits)
+        if (still.fits, -still.work.step_s) >= (chosen.fits, -chosen.work.step_s):
+            return still
+    return chosen
+
+
+def _choice(situation: Situation, found: StepPlan, fits: bool) -> Choice:
+    dealt: dict[object, StageItems] = {}  # Stages of the same cells share theirs.
+    items = []
+    for stage, key in enumerate(zip(found.candidate.names, found.candidate.deals, strict=True)):
+        if key not in dealt:
+            dealt[key] = found.items(stage)
+        items.append(dealt[key])
+    work = _work(situation.job, tuple(pairwise(found.candidate.cuts)), tuple(items), situation.cost, situation.link)
+    filled = _filled_bytes(situation.cost, work.layers, work.items, work.warmups)
+    return Choice(found, work, fits and filled <= situation.memory_bytes)
+
+
+def _situation(job: JobSpec, left: Placement, old: ElasticPlan, costs: JobCosts) -> Situation:
+    # What the plan before takes on the fullest device is there, whatever a profile says: it ran.
+    filled = _filled_bytes(costs.cost, old.layers, old.items, _warmups(old))
     return Situation(
         job=job,
         cost=costs.cost,
-        cuts=(0, *(stop for _, stop in layers)),
+        cuts=(0, *(stop for _, stop in old.layers)),
         rows=_rows(left),
-        memory_bytes=max(costs.memory_bytes, _filled_bytes(job, before, layers, costs.cost)),
+        memory_bytes=max(costs.memory_bytes, filled),
         link=costs.link,
-        held=_rows(before),
+        held=_rows(old.placement),
         spares=len(left.spares) // job.tensor_parallel,
     )
 
 
-def _filled_bytes(job: JobSpec, before: Placement, layers: Layers, cost: JobCost) -> int:
-    """What the plan before takes on the fullest device. It ran, so there is as much, whatever a profile says."""
-    widths = [len(cells) for cells in before.stages]
-    most = [-(-job.num_microbatches // width) for width in widths]
-    return max(
-        cost.device_bytes(
+def _filled_bytes(cost: JobCost, layers: Layers, items: tuple[StageItems, ...], warmups: Sequence[int]) -> int:
+    """Of the fullest device."""
+    most = 0
+    sizes: list[list[int]] = []
+    before: StageItems | None = None
+    for (first, last), cells, ahead in zip(layers, items, warmups, strict=True):
+        if cells is not before:  # as few stages are
+            sizes, before = [[item.samples for item in own] for own in cells], cells
+        filled = cost.device_bytes(
             first,
             last,
-            cells=width,
-            in_flight=min(ahead + 1, items) * job.micro_batch_size,
-            largest_item=job.micro_batch_size,
+            cells=len(cells),
+            in_flight=max(_most_in_flight(own, ahead + 1) for own in sizes),
+            largest_item=max(map(max, sizes)),
         )
-        for (first, last), width, ahead, items in zip(layers, widths, stock_warmups(widths, most), most, strict=True)
-    )
+        most = max(most, filled)
+    return most
+
+
+def _most_in_flight(sizes: Sequence[int], items: int) -> int:
+    """Most samples of so many items that follow one another."""
+    window = most = sum(sizes[:items])
+    for gone, new in zip(sizes, sizes[items:], strict=False):
+        window += new - gone
+        most = max(most, window)
+    return most
 
 
 def _rows(placement: Placement) -> tuple[tuple[int, ...], ...]:
@@ -153,8 +234,8 @@ def _roomy_costs(job: JobSpec, workers: int) -> JobCosts:
     return replace(costs, memory_bytes=max(costs.memory_bytes, -(-job.num_layers // deepest)))
 
 
-def _find(situation: Situation) -> tuple[StepPlan, bool]:
-    """The plan, and whether it fits the memory.
+def _find(situation: Situation, *, whole: bool) -> tuple[StepPlan, bool]:
+    """The plan, and whether it fits the memory. ``whole``: micro-batches are neither cut nor joined.
 
     What a profile says of memory is an estimate, and no reason to end a job. So when nothing fits, limits are raised
     until something does, which then is near the least that any plan takes.
@@ -164,6 +245,8 @@ def _find(situation: Situation) -> tuple[StepPlan, bool]:
     for more in count():
         room = replace(situation, memory_bytes=math.ceil(situation.memory_bytes * MORE_MEMORY**more))
         for freedom in freedoms:
+            if whole:
+                freedom = replace(freedom, deals=_WHOLE, divide=False)
             with suppress(NoFeasiblePlan):
                 return make_plan(room, freedom, _effort(room)), more == 0
     raise AssertionError
@@ -177,27 +260,21 @@ def _effort(situation: Situation) -> Effort:
     return Effort(evaluations=max(3, min(32, TIMED_ITEMS // items)), exact=exact)
 
 
-def _plan(
-    job: JobSpec,
-    epoch: int,
-    placement: Placement,
-    layers: Layers,
-    items: tuple[StageItems, ...],
-    backups: tuple[tuple[int, int], ...],
-    costs: JobCosts | None,
-    *,
-    over_memory: bool = False,
-) -> ElasticPlan:
-    plan = ElasticPlan(
-        epoch=epoch,
-        placement=placement,
-        layers=layers,
-        items=items,
-        backups=backups,
-        warmups=find_item_warmups(items, job.micro_batch_size),
-        over_memory=over_memory,
+def _work(job: JobSpec, layers: Layers, items: tuple[StageItems, ...], cost: JobCost, link: Link) -> Work:
+    flow = None if _are_whole(job, items) else Flow(items)
+    warmups = find_item_warmups(items, job.micro_batch_size, flow)
+    return Work(layers, items, warmups, _step_s(job, layers, items, warmups, cost, link, flow))
+
+
+def _are_whole(job: JobSpec, items: tuple[StageItems, ...]) -> bool:
+    """Whether all items are whole micro-batches."""
+    return all(
+        item.is_whole(job.micro_batch_size)
+        for cells, before in zip(items, (None, *items), strict=False)
+        if cells is not before  # as nearly all stages are
+        for own in cells
+        for item in own
     )
-    return plan if costs is None else replace(plan, predicted_s=predict_step_s(job, plan, costs))
 
 
 def predict_step_s(job: JobSpec, plan: ElasticPlan, costs: JobCosts) -> float:
@@ -207,26 +284,41 @@ def predict_step_s(job: JobSpec, plan: ElasticPlan, costs: JobCosts) -> float:
         BadUsage: The costs are those of another model.
     """
     costs.check(job)
-    cost, size = costs.cost, job.micro_batch_size
-    widths = [len(cells) for cells in plan.placement.stages]
+    flow = None if _are_whole(job, plan.items) else Flow(plan.items)
+    return _step_s(job, plan.layers, plan.items, _warmups(plan), costs.cost, costs.link, flow)
+
+
+def _warmups(plan: ElasticPlan) -> tuple[int, ...]:
+    widths = [len(cells) for cells in plan.items]
+    return plan.warmups or tuple(stock_warmup(stage, widths) for stage in range(len(widths)))
+
+
+def _step_s(
+    job: JobSpec,
+    layers: Layers,
+    items: tuple[StageItems, ...],
+    warmups: Sequence[int],
+    cost: JobCost,
+    link: Link,
+    flow: Flow | None,
+) -> float:
+    """``flow``: of the items; None: all are whole micro-batches."""
+    size = job.micro_batch_size
     tails = [
-        stage_tail_s(cost, costs.link, first, last, width)
-        for (first, last), width in zip(plan.layers, widths, strict=True)
+        stage_tail_s(cost, link, first, last, len(cells)) for (first, last), cells in zip(layers, items, strict=True)
     ]
-    warmups = plan.warmups or [stock_warmup(stage, widths) for stage in range(len(widths))]
-    if not all(item.is_whole(size) for cells in plan.items for own in cells for item in own):
-        cuts = (0, *(stop for _, stop in plan.layers))
-        durations = stage_durations(cost, cuts, plan.items, link=costs.link)
-        return one_f_one_b_program(Flow(plan.items), warmups).run(durations).step_s + max(tails)
-    sent_s = costs.link.transfer_s(cost.boundary_bytes * size)
-    passes = []
-    for first, last in plan.layers:
-        times = cost.stage_times(first, last)
-        backward_s = times.input_gradient.seconds(size) + times.weight_gradient.seconds(size)
-        passes.append(StagePasses(times.forward.seconds(size), backward_s, sent_s))
-    numbers = [[[item.number for item in own] for own in cells] for cells in plan.items]
-    step_s = run_1f1b(numbers, warmups, passes)
-    assert step_s is not None, f"epoch {plan.epoch}: warm-ups {warmups} get stuck"
+    if flow is None:
+        sent_s = link.transfer_s(cost.boundary_bytes * size)
+        passes = []
+        for first, last in layers:
+            times = cost.stage_times(first, last)
+            backward_s = times.input_gradient.seconds(size) + times.weight_gradient.seconds(size)
+            passes.append(StagePasses(times.forward.seconds(size), backward_s, sent_s))
+        step_s = run_1f1b([[[item.number for item in own] for own in cells] for cells in items], warmups, passes)
+    else:
+        cuts = (0, *(stop for _, stop in layers))
+        step_s = run_items(flow, warmups, stage_durations(cost, cuts, items, link=link))
+    assert step_s is not None, f"warm-ups {warmups} get stuck"
     return step_s + max(tails)
 
 

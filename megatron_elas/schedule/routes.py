@@ -149,8 +149,12 @@ class Flow:
         ranges: list[list[Range]] = []
         for stage, (start, stop) in enumerate(pairwise([*starts, len(self.items)])):
             try:
-                ranges.append(_ranges(self.items[start:stop]))
-                crossing = _sweep(*ranges[-2:]) if stage else []
+                if stage and items[stage] is items[stage - 1]:  # as nearly all stages are
+                    ranges.append(ranges[-1])
+                    crossing = [(begin, end, i, i) for begin, end, i in ranges[-1]]
+                else:
+                    ranges.append(_ranges(self.items[start:stop]))
+                    crossing = _sweep(*ranges[-2:]) if stage else []
             except BadUsage as error:
                 raise BadUsage(f"stage {stage}: {error}") from error
             for begin, end, i, j in crossing:
