@@ -233,10 +233,8 @@ def compare(begin: Situation, grid: str, table: Table, effort: Effort, *, prefix
                 ratios[f"vs_{rival}"] = step.samples_per_s / POLICIES[rival](begin, lost).samples_per_s
             except NoFeasiblePlan:
                 ratios[f"vs_{rival}"] = None
-        try:
-            job_ratio = step.step_s / choose(now).work.step_s
-        except NoFeasiblePlan:
-            job_ratio = None
+        job = choose(now)
+        job_ratio = step.step_s / job.work.step_s if job.fits else None
         line = Line(share, own, quick_ratio(now, step), job_ratio, ratios, bound_of(step, own))
         table.add(f"{prefix}{grid}/{loss}", line)
 

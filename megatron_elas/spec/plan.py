@@ -47,7 +47,7 @@ class ElasticPlan:
     predicted_s: float | None = None
     """Seconds that a step takes by the costs that the plan was made with; None: they were not known."""
     over_memory: bool = False
-    """By these costs no plan fits the devices' memory, and this is one that takes little."""
+    """By these costs the plan does not fit the devices' memory, and no other one was found that does."""
 
     def items_of(self, worker: int) -> CellItems:
         """What the worker's cell runs in one step."""

@@ -107,8 +107,10 @@ def _draw_one(
     rng: random.Random, outlook: Outlook, event: int, phases: tuple[FaultPhase, ...]
 ) -> tuple[list[Fault], Outlook]:
     worker, phase = rng.choice(outlook.seated), rng.choice([p for p in phases if p not in RECOVERY_PHASES])
-    runs = len(outlook.next_plan.items_of(worker))
-    # Of an evaluation's items there are as many. A save has no micro-batch but "about to write".
+    plan = outlook.next_plan
+    cells = plan.placement.stages[plan.placement.seat(worker).stage]
+    # Evaluations deal whole micro-batches. A save has no micro-batch but "about to write".
+    runs = min(len(plan.items_of(worker)), outlook.setting.batch // len(cells))
     microbatch = None if phase is FaultPhase.SAVE else rng.randrange(runs)
     return [strike(rng.choice(KINDS), worker, event, phase, microbatch)], outlook.without(worker)
 

@@ -7,15 +7,20 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_elas.host.pipeline import Piece, Route
 from megatron_elas.planner.dataflow import DEALS, Deal, deal_items
 from megatron_elas.planner.plan import share_items
-from megatron_elas.schedule.one_f_one_b import one_f_one_b
+from megatron_elas.schedule.items import cut
+from megatron_elas.schedule.one_f_one_b import stock_warmups
+from megatron_elas.schedule.warmups import find_item_warmups, runs_in_step
 from megatron_elas.spec.items import Item, StageItems, whole_micro_batches
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Cell, Placement
 from megatron_elas.spec.plan import ElasticPlan
+from tests.schedule.cases import all_items
 
 NUM_ITEMS = 12
 
@@ -133,14 +138,63 @@ def test_items_of_any_size_run_to_their_end(widths: tuple[int, ...], deal: Deal)
         tensor_parallel=1, pipeline_parallel=len(widths), data_parallel=3, micro_batch_size=2, num_microbatches=12
     )
     items = tuple(deal_items(job, range(width), deal) for width in widths)
-    warmups = [
-        next(iter(schedule.forwards_first(stage, cell) - 1 for cell in range(width)))
-        for schedule in (one_f_one_b(items),)
-        for stage, width in enumerate(widths)
-    ]
-    plan = make_plan(widths, items=items, warmups=warmups)
-    stuck = run_all(plan)
+    stuck = run_all(make_plan(widths, items=items, warmups=find_item_warmups(items, 2)))
     assert not stuck, f"{deal} on {widths}: stuck at {stuck}"
+
+
+@given(items=all_items(), size=st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+def test_warm_ups_that_are_found_get_through_and_shorter_ones_do_not(items: tuple[StageItems, ...], size: int) -> None:
+    widths = tuple(map(len, items))
+    found = find_item_warmups(items, size)
+    assert not run_all(make_plan(widths, items=items, warmups=found))
+    stock = tuple(stock_warmups(widths, [max(map(len, cells)) for cells in items]))
+    if found != stock:
+        shorter = [ahead - (len(items) - 1 - stage) for stage, ahead in enumerate(found)]
+        assert run_all(make_plan(widths, items=items, warmups=shorter))
+
+
+@st.composite
+def in_step(draw: st.DrawFn) -> tuple[StageItems, ...]:
+    """Micro-steps of any numbers of samples, which every stage cuts among its cells as it likes."""
+    steps = draw(st.lists(st.integers(3, 6), min_size=1, max_size=5))
+    stages = []
+    for _ in range(draw(st.integers(1, 4))):
+        cells: list[list[Item]] = [[] for _ in range(draw(st.integers(1, 3)))]
+        start = 0
+        for step, samples in enumerate(steps):
+            inner = draw(st.sets(st.integers(1, samples - 1), min_size=len(cells) - 1, max_size=len(cells) - 1))
+            cuts = [start, *(start + inside for inside in sorted(inner)), start + samples]
+            for cell, part in enumerate(itertools.pairwise(cuts)):
+                cells[cell].append(Item(step * len(cells) + cell, (part,)))
+            start += samples
+        stages.append(tuple(map(tuple, cells)))
+    return tuple(stages)
+
+
+@given(items=in_step())
+@settings(max_examples=100, deadline=None)
+def test_stages_that_run_the_same_samples_side_by_side_need_no_more_than_stock_warm_ups(
+    items: tuple[StageItems, ...],
+) -> None:
+    """Whatever their widths, and with cells that join."""
+    assert runs_in_step(items)
+    stock = tuple(range(len(items) - 1, -1, -1))
+    assert find_item_warmups(items, 2) == stock
+    assert not run_all(make_plan(tuple(map(len, items)), items=items, warmups=stock))
+
+
+def test_stages_that_do_not_are_told_apart() -> None:
+    job = JobSpec(tensor_parallel=1, pipeline_parallel=2, data_parallel=3, micro_batch_size=2, num_microbatches=12)
+    stock, fewer, mixed = (deal_items(job, range(3), "reroute"), deal_items(job, range(2), "reroute"),
+                           deal_items(job, range(2), "mix"))  # fmt: skip
+    assert runs_in_step((stock, stock)) and runs_in_step((stock, deal_items(job, (0, 2), "reshape")))
+    assert not runs_in_step((stock, fewer)) and not runs_in_step((stock, mixed))
+    # As many items on every cell, but not of the same samples side by side.
+    other = cut(24, [[1, 2, 3, 2], [2, 2, 2, 2], [3, 2, 1, 2]])
+    assert runs_in_step((stock, other))
+    other = cut(24, [[1, 2, 3, 2], [2, 2, 2, 2], [2, 3, 1, 2]])
+    assert not runs_in_step((stock, other))
 
 
 def test_an_item_is_put_together_from_what_several_cells_send_and_goes_back_to_them() -> None:

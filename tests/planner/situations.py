@@ -8,6 +8,7 @@ from megatron_elas.planner.situation import Situation
 from megatron_elas.spec.cluster import Link
 from megatron_elas.spec.cost import JobCost, UnitCost, Work
 from megatron_elas.spec.device import ClockRange, PowerCurve
+from megatron_elas.spec.items import StageItems
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.job_profile import deal_layers
 
@@ -77,6 +78,17 @@ def situation(
         clock=CLOCK if clocks else None,
         power=POWER if clocks else None,
     ).without(lost)
+
+
+def most_in_flight(cells: StageItems, ahead: int) -> int:
+    """Samples that the fullest cell of a stage has between F and B, when it runs so many forward passes ahead."""
+    sizes = [[item.samples for item in own] for own in cells]
+    return max(sum(own[first : first + ahead + 1]) for own in sizes for first in range(len(own)))
+
+
+def largest_item(cells: StageItems) -> int:
+    """Its samples."""
+    return max(item.samples for own in cells for item in own)
 
 
 @st.composite

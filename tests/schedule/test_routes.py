@@ -82,6 +82,14 @@ def test_a_flow_has_the_slices_of_the_routes(items: tuple[StageItems, ...]) -> N
         assert {flow.ways[way][0] for i in upper for _, way in flow.after[i]} == {stage}
 
 
+@settings(max_examples=40)
+@given(all_items())
+def test_stages_that_share_their_items_flow_as_if_each_had_its_own(items: tuple[StageItems, ...]) -> None:
+    shared = Flow([cells for cells in items for _ in range(2)])
+    own = Flow([tuple(list(cells)) for cells in items for _ in range(2)])
+    assert (shared.before, shared.after, shared.ways) == (own.before, own.after, own.ways)
+
+
 def test_a_flow_finds_cells_and_items_by_their_numbers() -> None:
     flow = Flow([deal_round(4, 1, 2), deal_round(4, 1, 1)])
     assert [flow.find(cell) for cell in range(flow.num_cells)] == [(0, 0), (0, 1), (1, 0)]

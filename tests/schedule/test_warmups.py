@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_elas.schedule.items import reroute
-from megatron_elas.schedule.one_f_one_b import one_f_one_b, stock_warmup
+from megatron_elas.schedule.one_f_one_b import one_f_one_b, one_f_one_b_program, stock_warmup
+from megatron_elas.schedule.routes import Flow
 from megatron_elas.schedule.timing import Deadlock, Durations, Program
-from megatron_elas.schedule.warmups import StagePasses, find_warmups, run_1f1b
+from megatron_elas.schedule.warmups import StagePasses, find_warmups, run_1f1b, run_items
 from megatron_elas.spec.cost import PassTime, StageTimes
-from megatron_elas.spec.items import whole_micro_batches
+from megatron_elas.spec.items import StageItems, whole_micro_batches
+from tests.schedule.cases import all_items, durations_of
 
 Numbers = tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -106,6 +108,23 @@ def order_of(own: Sequence[int], ahead: int) -> list[tuple[str, int]]:
     for later, item in zip(own[ahead:], own, strict=False):
         order += [("F", later), ("B", item)]
     return order + [("B", item) for item in own[max(0, len(own) - ahead) :]]
+
+
+@given(items=all_items(), data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_items_of_any_size_take_what_the_general_timing_says(
+    items: tuple[StageItems, ...], data: st.DataObject
+) -> None:
+    flow = Flow(items)
+    warmups = [data.draw(st.integers(0, 6)) for _ in items]
+    durations = data.draw(durations_of(items))
+    found = run_items(flow, warmups, durations)
+    try:
+        program = one_f_one_b_program(flow, warmups)
+    except Deadlock:
+        assert found is None
+        return
+    assert found == program.run(durations).step_s
 
 
 def test_a_narrow_stage_in_front_of_a_wide_one_feeds_all_its_cells_first() -> None:
