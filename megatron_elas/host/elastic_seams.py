@@ -76,7 +76,7 @@ ROWS = (
         "elastic.schedule",
         "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
         "(pp_size=None, vp_size=None, schedule_pg_collection=None)",
-        "the stock schedule runs the micro-batches that the plan gives this cell, with exact weights",
+        "the stock schedule runs the items that the plan gives this cell, with exact weights",
         wrap_schedule_lookup,
     ),
     wrap(

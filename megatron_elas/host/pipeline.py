@@ -110,27 +110,29 @@ class Route:
 
     def _make_pass(self, stages: Sequence[StageItems]) -> _Pass:
         stage, cell = self.seat.stage, self.seat.cell
-        before = after = ()
-        if stage > 0:
-            slices = (slice_ for slice_ in route(stages[stage - 1], stages[stage]) if slice_.receiver == cell)
-            before = tuple((slice_.received_item, slice_.sender, slice_) for slice_ in slices)
-        if stage + 1 < len(stages):
-            slices = (slice_ for slice_ in route(stages[stage], stages[stage + 1]) if slice_.sender == cell)
-            after = tuple((slice_.sent_item, slice_.receiver, slice_) for slice_ in slices)
         items = stages[stage][cell]
+        before: dict[int, list[tuple[int, Slice]]] = {item.number: [] for item in items}
+        after: dict[int, list[tuple[int, Slice]]] = {item.number: [] for item in items}
+        if stage > 0:
+            for slice_ in route(stages[stage - 1], stages[stage]):
+                if slice_.receiver == cell:
+                    before[slice_.received_item].append((slice_.sender, slice_))
+        if stage + 1 < len(stages):
+            for slice_ in route(stages[stage], stages[stage + 1]):
+                if slice_.sender == cell:
+                    after[slice_.sent_item].append((slice_.receiver, slice_))
         return _Pass(
             items,
-            tuple(tuple(self._pieces(item, before, stage - 1)) for item in items),
-            tuple(tuple(self._pieces(item, after, stage + 1)) for item in items),
+            tuple(tuple(self._pieces(item, before[item.number], stage - 1)) for item in items),
+            tuple(tuple(self._pieces(item, after[item.number], stage + 1)) for item in items),
         )
 
-    def _pieces(self, item: Item, slices: Sequence[tuple[int, int, Slice]], stage: int) -> Iterator[Piece]:
+    def _pieces(self, item: Item, slices: Sequence[tuple[int, Slice]], stage: int) -> Iterator[Piece]:
         """Of an item: what crosses to or from the cells of ``stage``."""
         ((first, _),) = item.ranges
-        for number, cell, slice_ in slices:
-            if number == item.number:
-                worker = self.plan.placement.stages[stage][cell].workers[self.seat.lane]
-                yield Piece(worker, slice_.start - first, slice_.stop - first, slice_.start)
+        for cell, slice_ in slices:
+            worker = self.plan.placement.stages[stage][cell].workers[self.seat.lane]
+            yield Piece(worker, slice_.start - first, slice_.stop - first, slice_.start)
 
     @property
     def warmup(self) -> int:
@@ -161,7 +163,7 @@ class RoutedPipeline:
 
         Args:
             config: Megatron's, of the model.
-            route: Which micro-batches run where.
+            route: Which samples run where.
             transport: Links to the others.
             waiting: Entered while this worker waits for an activation or a gradient.
         """
@@ -172,7 +174,7 @@ class RoutedPipeline:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a pass: the next transfer of every kind is for the first micro-batch."""
+        """Begin a pass over a batch: the next transfer of every kind is for the first item."""
         self._forward_in = self._forward_out = self._backward_in = self._backward_out = 0
 
     @property
@@ -196,7 +198,7 @@ class RoutedPipeline:
         return self._route.seat.stage + 1 + self._route.warmup
 
     def recv_forward(self, tensor_shapes: Sequence[Shape], is_first_stage: bool) -> list[torch.Tensor | None]:
-        """The next micro-batch's activation, (S, B, H); None on the first stage."""
+        """The next item's activation, (S, B, H); None on the first stage."""
         if is_first_stage:
             return [None]
         position = self._forward_in

@@ -9,6 +9,8 @@ and gradients are summed:
   number as Megatron's, bit for bit when counts are powers of two.
 * The loss of any other item is the sum over the micro-batches it has samples of, each divided by the tokens that count
   in that *whole* micro-batch. These are counted in the samples themselves, also those that run elsewhere.
+* A loss function that gives a mean and no tokens says nothing of its parts. It is taken for the mean of the item's
+  samples, which it is where the same number of tokens counts in each.
 """
 
 from __future__ import annotations
@@ -82,18 +84,22 @@ class Part(NamedTuple):
     """That count in the whole micro-batch."""
 
 
-def weigh_parts(loss_function: LossFunction, parts: Sequence[Part], weight: float) -> LossFunction:
+def weigh_parts(loss_function: LossFunction, parts: Sequence[Part], weight: float, size: int) -> LossFunction:
     """The loss function of an item whose parts are divided by their own micro-batches' tokens.
 
     Args:
-        loss_function: Gives (sum over tokens, tokens of the item, ...), linear in the losses per token, [b, s], that it
-            is given. Megatron divides the sum by these tokens.
+        loss_function: Gives (sum over tokens, tokens of the item, report), linear in the losses per token, [b, s], that
+            it is given; Megatron divides the sum by these tokens. Or (mean, report), as of old.
         parts: Of the item.
         weight: Of one micro-batch.
+        size: Samples of one.
     """
 
     def weighed(output: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        _, tokens, *rest = loss_function(output, *args, **kwargs)
+        loss, *others = loss_function(output, *args, **kwargs)
+        if len(others) == 1:
+            return (loss * (weight * parts[-1].stop / size), *others)
+        tokens, *rest = others
         total = 0.0
         for part in parts:
             chosen = output if len(parts) == 1 else _keep_samples(output, part.start, part.stop)
@@ -130,7 +136,7 @@ class Weights:
         parts = [
             Part(start, stop, self.count_tokens(number)) for number, start, stop in item.parts(self.micro_batch_size)
         ]
-        return weigh_parts(loss_function, parts, weight)
+        return weigh_parts(loss_function, parts, weight, self.micro_batch_size)
 
 
 def route_schedule(

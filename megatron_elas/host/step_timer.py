@@ -1,8 +1,8 @@
 """Takes the time of a worker's passes, of its optimizer and of whole steps, for the planner.
 
-A pass is one micro-batch through this worker's layers: forward from when its input is here to its output (on the last
+A pass is one item through this worker's layers: forward from when its input is here to its output (on the last
 stage, to its loss), backward from when the gradient of that output is here to the gradient of the input. Reading a
-micro-batch's samples, and what the workers of a cell say to each other in a pass, are parts of it. Waiting for other
+item's samples, and what the workers of a cell say to each other in a pass, are parts of it. Waiting for other
 stages is not, nor is waiting for parameters that are gathered over the stage's cells.
 
 Of the optimizer its own computing counts: gradients to fp32, clipping, the update, masters to parameters. The norm, the

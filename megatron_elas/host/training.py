@@ -95,7 +95,7 @@ class MegatronHost:
         """The cell in which the last step began here."""
         self._access = ShardAccess(model, optimizer)
         self.losses: dict[str, torch.Tensor] = {}
-        """Of the step under way or the last one, over all micro-batches."""
+        """Of the step under way or the last one, over the whole batch."""
         self._groups: dict[str, int] = {}
         """Index of every parameter's optimizer group, by global name, over the whole model."""
         self._inspector = Inspector(model, optimizer)

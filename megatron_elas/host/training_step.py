@@ -1,4 +1,4 @@
-"""Wrappers around a training step: a step becomes a transaction, over the micro-batches of the plan."""
+"""Wrappers around a training step: a step becomes a transaction, over the items of the plan."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _make_host(attached: Attachment, model: Any, optimizer: Any, scheduler: Any,
 
 
 def wrap_schedule_lookup(original: Any) -> Any:
-    """``get_forward_backward_func`` whose schedules run the micro-batches of the plan."""
+    """``get_forward_backward_func`` whose schedules run the items of the plan."""
 
     @functools.wraps(original)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:

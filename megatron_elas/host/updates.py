@@ -123,7 +123,7 @@ def sum_losses(losses: list[dict[str, torch.Tensor]], group: Any) -> dict[str, t
     """The step's losses over all cells of the last stage, as ``train_step`` reports them.
 
     Args:
-        losses: One dictionary per micro-batch of this cell; its values are (sum, count) or a mean.
+        losses: One dictionary per item of this cell; its values are (sum, count) or a mean.
         group: The cells.
     """
     result = {}

@@ -30,7 +30,7 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticPlan:
-    """Who sits where, which micro-batches each cell runs, who keeps whose copy."""
+    """Who sits where, which samples each cell runs and in which items, who keeps whose copy."""
 
     epoch: int
     placement: Placement

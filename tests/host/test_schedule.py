@@ -119,3 +119,19 @@ def test_passes_of_steps_and_evaluations_are_counted_for_fault_scripts_and_other
     assert places == [
         (4, "forward", 0), (4, "backward", 0), (4, "forward", 1), (4, "evaluate", 0), (4, "evaluate", 1),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [[[3] * 8], [[3] * 4, [1] * 12], [[2] * 12]])
+def test_a_loss_function_that_gives_a_mean_alone_weighs_its_item_by_samples(sizes: list[list[int]]) -> None:
+    weights = Weights(
+        num_microbatches=MICRO_BATCHES, micro_batch_size=SIZE, count_tokens=lambda number: SEQUENCE * SIZE
+    )
+    total = 0.0
+    for own in cut(MICRO_BATCHES * SIZE, sizes):
+        for item in own:
+            ((start, stop),) = item.ranges
+            weighed = weights.apply(lambda output: (output.mean(), "report"), item, len(own))
+            loss, report = weighed(LOSSES[start:stop])
+            assert report == "report"
+            total += float(loss) / len(own)  # as Megatron does
+    assert total == pytest.approx(float(LOSSES.mean()), rel=1e-12)
