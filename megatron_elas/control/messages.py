@@ -18,7 +18,7 @@ from megatron_elas.spec.report import RecoveryReport, SettleReport
 from megatron_elas.spec.shape import ModelShape, TrainingShape
 from megatron_elas.spec.step_report import StepReport
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Larger messages end the connection. A plan of 100,000 workers is about 10 MiB."""
