@@ -20,7 +20,7 @@ same relative to the policy itself that nothing disturbs, ``-`` where losses mak
 stock 1F1B, as in its paper, whose split backward and staggered optimizers are for failures, so that its ``own`` tells
 what failures cost it only where it trains without any most of the time. Recoveries are from a failure to the next
 useful work. ``ours`` is the planner with all its freedom, and synchronous; ``ours, today`` has the freedom of a running
-job's plan (``planner.plan``: whole micro-batches to peers, 1F1B, nominal clocks; cells and layers move when a stage is
+job's plan (``planner.plan``: samples to peers, 1F1B, nominal clocks; cells and layers move when a stage is
 lost); ``ours, staggered`` lets every stage step its optimizer on its own, as ``recycle`` does; the runtime would need
 an undo for it.
 
