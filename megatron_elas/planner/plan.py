@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 from megatron_elas.planner.backups import place_backups
 from megatron_elas.planner.cost_model import stage_durations
-from megatron_elas.planner.dataflow import Deal
+from megatron_elas.planner.dataflow import Deal, is_possible
 from megatron_elas.planner.job_costs import JobCosts, uniform_costs
 from megatron_elas.planner.prediction import stage_tail_s
 from megatron_elas.planner.search import Freedom
-from megatron_elas.planner.situation import Situation
+from megatron_elas.planner.situation import Situation, divided
 from megatron_elas.planner.step_plan import Effort, StepPlan, make_plan
 from megatron_elas.schedule.one_f_one_b import stock_warmup
 from megatron_elas.schedule.routes import Flow
@@ -158,14 +158,29 @@ def choose(situation: Situation, *, whole: bool = False) -> Choice:
         whole: Micro-batches are neither cut nor joined.
     """
     found, fits = _find(situation, whole=whole)
-    chosen = _choice(situation, found, fits)
-    nothing = found.nothing
-    if nothing is not None and nothing.candidate != found.candidate:
-        # The search may have timed one cell for each stage, and knows nothing of cells that join.
-        still = _choice(situation, replace(found, prediction=nothing), fits)
-        if (still.fits, -still.work.step_s) >= (chosen.fits, -chosen.work.step_s):
-            return still
-    return chosen
+    # The search may have timed one cell for each stage, and knows nothing of cells that join.
+    plans = [found]
+    if found.nothing is not None and found.nothing.candidate != found.candidate:
+        plans.insert(0, replace(found, prediction=found.nothing))
+    if (mixed := _mixed(found)) is not None:
+        plans.append(mixed)
+    choices = (_choice(situation, plan, fits) for plan in plans)
+    return max(choices, key=lambda choice: (choice.fits, -choice.work.step_s))
+
+
+def _mixed(found: StepPlan) -> StepPlan | None:
+    """A plan that mixes where this one reshapes: one cell for each stage does not tell which of them is faster."""
+    candidate = found.candidate
+    job = divided(found.situation.job, candidate.size)
+    if found.effort.exact or job.num_microbatches * candidate.num_stages > TIMED_ITEMS:
+        return None
+    deals: tuple[Deal, ...] = tuple(
+        "mix" if deal == "reshape" and is_possible(job, width, "mix") else deal
+        for deal, width in zip(candidate.deals, candidate.widths, strict=True)
+    )
+    if deals == candidate.deals:
+        return None
+    return replace(found, prediction=replace(found.prediction, candidate=replace(candidate, deals=deals)))
 
 
 def _choice(situation: Situation, found: StepPlan, fits: bool) -> Choice:
