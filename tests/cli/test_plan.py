@@ -111,15 +111,16 @@ def test_quick_is_the_plan_that_is_made_while_workers_wait(capsys: pytest.Captur
     assert "one cell for each stage" in call("--lost", "1:1", "--effort", "quick", capsys=capsys)
 
 
-def test_a_running_jobs_freedom_moves_whole_micro_batches_and_nothing_else_while_stages_have_cells(
+def test_a_running_jobs_freedom_moves_samples_and_nothing_else_while_stages_have_cells(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = ("--lost", "1:1", "--freedom", "runtime", "--micro-batches", "32", "--grid")
     plan = facts(*flags, capsys=capsys)["plan"]
     assert (plan["moves"]["layers"], plan["micro_batch_size"]) == (0, 1)
-    assert {tuple(stage["item_samples"]) for stage in plan["stages"]} == {(1, 1)}
+    sizes = [tuple(stage["item_samples"]) for stage in plan["stages"]]
+    assert sizes[0] == sizes[2] == sizes[3] == (1, 1) and sizes[1] in {(1, 1), (2, 2)}, "of one cell in place of two"
     assert not any("W" in order for order in plan["orders"].values())
-    assert plan["step_s"] == plan["nothing_s"]
+    assert plan["step_s"] <= plan["nothing_s"]
     lost = facts("--lost", "1:0", "1:1", "--freedom", "runtime", capsys=capsys)["plan"]
     assert sum(len(stage["cells"]) for stage in lost["stages"]) == 6 and lost["nothing_s"] is None
 
