@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import cached_property
 
 from megatron_elas.spec.layout import Placement
 
@@ -44,27 +45,67 @@ class _Placing:
     """Backups chosen so far."""
 
     def __init__(self, placement: Placement, domains: Mapping[int, str]) -> None:
-        self.placement, self.domains = placement, domains
-        self.everybody = [worker for cells in placement.stages for cell in cells for worker in cell.workers]
-        self.position = {worker: at for at, worker in enumerate(self.everybody)}
-        self.stage_of = {
-            worker: stage for stage, cells in enumerate(placement.stages) for cell in cells for worker in cell.workers
-        }
+        self.placement = placement
+        self.everybody = placement.workers
+        self.domain_of = {worker: domains.get(worker) for worker in self.everybody}
+        self.all_domains = frozenset(self.domain_of.values())
         self.wards = dict.fromkeys(self.everybody, 0)
-        self.chosen: dict[int, list[int]] = {worker: [] for worker in self.everybody}
+        self.rounds: list[dict[int, int]] = []
+        """Of every round: owner -> backup."""
+
+    @cached_property
+    def position(self) -> dict[int, int]:
+        """Of every seated worker on the ring of all."""
+        return {worker: at for at, worker in enumerate(self.everybody)}
+
+    @cached_property
+    def stage_of(self) -> dict[int, int]:
+        """Of every seated worker."""
+        return {
+            worker: stage
+            for stage, cells in enumerate(self.placement.stages)
+            for cell in cells
+            for worker in cell.workers
+        }
 
     def place(self, replicas: int) -> tuple[tuple[int, int], ...]:
         """See place_backups."""
         for most in range(replicas):
+            self.rounds.append({})
             for stage in range(self.placement.num_stages):
                 for lane in range(self.placement.tensor_parallel):
-                    ring = self.placement.replicas(stage, lane)
-                    for at, owner in enumerate(ring):
-                        self._choose(owner, ring, at, most)
-        return tuple((owner, backup) for owner in sorted(self.chosen) for backup in self.chosen[owner])
+                    self._serve(self.placement.replicas(stage, lane), most)
+        owners = sorted(self.everybody)
+        return tuple([(owner, chosen[owner]) for owner in owners for chosen in self.rounds if owner in chosen])
 
-    def _choose(self, owner: int, ring: Sequence[int], at: int, most: int) -> None:
-        for candidates in self._classes(owner, ring, at):
+    def _taken(self, owner: int) -> list[int]:
+        """Backups that an owner has already."""
+        return [chosen[owner] for chosen in self.rounds if owner in chosen]
+
+    def _serve(self, ring: Sequence[int], most: int) -> None:
+        """Have every replica of a ring choose."""
+        ring_domains = frozenset([self.domain_of[worker] for worker in ring])
+        for at, owner in enumerate(ring):
+            used = {self.domain_of[owner]}
+            if most:
+                used.update([self.domain_of[worker] for worker in self._taken(owner)])
+            backup = None if used >= ring_domains else self._next(ring, at, used, most)
+            if backup is None:
+                backup = self._choose(self._classes(owner, ring, at, used, ring_domains), most)
+            if backup is not None:
+                self.rounds[most][owner] = backup
+                self.wards[backup] += 1
+
+    def _next(self, ring: Sequence[int], at: int, used: Set[str | None], most: int) -> int | None:
+        """The next one on the ring in another domain, if nobody else has to be looked at, as nearly always."""
+        for step in range(at + 1, at + len(ring)):
+            worker = ring[step % len(ring)]
+            if self.domain_of[worker] not in used:
+                return worker if self.wards[worker] <= most else None
+        return None
+
+    def _choose(self, classes: Iterator[Iterator[int]], most: int) -> int | None:
+        for candidates in classes:
             fewest = None
             for worker in candidates:
                 if fewest is None or self.wards[worker] < self.wards[fewest]:
@@ -72,25 +113,29 @@ class _Placing:
                 if self.wards[fewest] <= most:
                     break
             if fewest is not None:
-                self.chosen[owner].append(fewest)
-                self.wards[fewest] += 1
-                return
+                return fewest
+        return None
 
-    def _classes(self, owner: int, ring: Sequence[int], at: int) -> Iterator[Iterator[int]]:
+    def _classes(
+        self, owner: int, ring: Sequence[int], at: int, used: Set[str | None], ring_domains: Set[str | None]
+    ) -> Iterator[Iterator[int]]:
         """Candidates, best class first, the nearest first in each."""
-        taken = self.chosen[owner]
-        used = {self.domains.get(worker) for worker in (owner, *taken)}
+        taken = self._taken(owner)
         start = self.position[taken[-1] if taken else owner]
+        stage = self.stage_of[owner]
 
         def kept(workers: Iterator[int], far: bool) -> Iterator[int]:
-            return (w for w in workers if (self.domains.get(w) not in used) == far and w not in (owner, *taken))
+            return (w for w in workers if (self.domain_of[w] not in used) == far and w not in (owner, *taken))
 
         def of_stage(own: bool) -> Iterator[int]:
-            stage = self.stage_of[owner]
             return (w for w in _after(self.everybody, start) if (self.stage_of[w] == stage) == own)
 
         for far in (True, False):
-            yield kept(_after(ring, at), far)
+            # Nobody is looked for in vain where everybody is in these domains.
+            if far and used >= self.all_domains:
+                continue
+            if not (far and used >= ring_domains):
+                yield kept(_after(ring, at), far)
             yield kept(of_stage(own=False), far)
             yield kept((w for w in of_stage(own=True) if w not in ring), far)
 

@@ -24,18 +24,19 @@ def seat_workers(candidate: Candidate, left: Placement, tensor_parallel: int, be
         before: With the lost workers, whose cell mates had seats in it.
     """
     cells = {(stage, cell.row): cell for stage, own in enumerate(left.stages) for cell in own}
-    homes = Layout(candidate.rows, candidate.origins).homes
+    layout = Layout(candidate.rows, candidate.origins)
+    homes, names_of = layout.homes, layout.names
     spares = _Spares(left, before)
     stages: list[list[Cell]] = []
-    for origins, rows, names in zip(candidate.origins, candidate.rows, candidate.names, strict=True):
+    for origins, rows, names in zip(candidate.origins, candidate.rows, names_of, strict=True):
         stages.append(
             [
-                replace(cells.pop((origin, row)), row=name)
+                _in_row(cells.pop((origin, row)), name)
                 for origin, row, name in zip(origins, rows, names, strict=True)
                 if origin != SPARE
             ]
         )
-    for stage, (origins, names) in enumerate(zip(candidate.origins, candidate.names, strict=True)):
+    for stage, (origins, names) in enumerate(zip(candidate.origins, names_of, strict=True)):
         for origin, name in zip(origins, names, strict=True):
             if origin == SPARE:
                 stages[stage].append(Cell(row=name, workers=spares.take(homes[stage], tensor_parallel)))
@@ -44,6 +45,10 @@ def seat_workers(candidate: Candidate, left: Placement, tensor_parallel: int, be
         stages=tuple(tuple(sorted(own, key=lambda cell: cell.row)) for own in stages),
         spares=tuple(sorted([*spares.workers, *unseated])),
     )
+
+
+def _in_row(cell: Cell, row: int) -> Cell:
+    return cell if cell.row == row else replace(cell, row=row)
 
 
 class _Spares:
