@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from megatron_elas.control.launch import Launch
+from megatron_elas.control.plan_text import PlanText, pack_plan, unpack_plan
 from megatron_elas.spec.events import WorkerLost
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan, Settlement
@@ -21,7 +22,7 @@ from megatron_elas.spec.step_report import StepReport
 PROTOCOL_VERSION = 6
 
 MAX_MESSAGE_BYTES = 64 * 2**20
-"""Larger messages end the connection. A plan of 100,000 workers is about 10 MiB."""
+"""Larger messages end the connection. A plan of 100,000 workers is a few MiB, see ``control.plan_text``."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -214,6 +215,23 @@ class Recover(Message, kw_only=True):
     addresses: dict[int, str]
     plan_s: float
     """Time the planner took."""
+
+
+class _StartText(Message, kw_only=True, tag="Start"):
+    """``Start`` as it is sent."""
+
+    plan: PlanText
+    addresses: dict[int, str]
+
+
+class _RecoverText(Message, kw_only=True, tag="Recover"):
+    """``Recover`` as it is sent."""
+
+    plan: PlanText
+    settlement: Settlement
+    base: PlanText | None
+    addresses: dict[int, str]
+    plan_s: float
 
 
 class Inject(Message, kw_only=True):
@@ -417,7 +435,8 @@ ToLauncher = ToAgent | Show | JobEnded
 """What that launcher reads."""
 
 _from_client: msgspec.json.Decoder[FromClient] = msgspec.json.Decoder(FromClient)
-_to_worker: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)
+_ToWorkerText = _StartText | Quiesce | _RecoverText | Inject | Noted | Stop
+_to_worker: msgspec.json.Decoder[_ToWorkerText] = msgspec.json.Decoder(_ToWorkerText)
 _to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
 _from_launcher: msgspec.json.Decoder[FromLauncher] = msgspec.json.Decoder(FromLauncher)
 _to_launcher: msgspec.json.Decoder[ToLauncher] = msgspec.json.Decoder(ToLauncher)
@@ -431,7 +450,37 @@ class BadMessage(ValueError):
 
 def encode(message: Message) -> str:
     """One JSON object, as text."""
-    return _encoder.encode(message).decode()
+    return _encoder.encode(_pack(message)).decode()
+
+
+def _pack(message: Message) -> Message:
+    match message:
+        case Start(plan=plan, addresses=addresses):
+            return _StartText(plan=pack_plan(plan), addresses=addresses)
+        case Recover(plan=plan, base=base):
+            return _RecoverText(
+                plan=pack_plan(plan),
+                settlement=message.settlement,
+                base=None if base is None else pack_plan(base),
+                addresses=message.addresses,
+                plan_s=message.plan_s,
+            )
+    return message
+
+
+def _unpack(message: _ToWorkerText) -> ToWorker:
+    match message:
+        case _StartText(plan=plan, addresses=addresses):
+            return Start(plan=unpack_plan(plan), addresses=addresses)
+        case _RecoverText(plan=plan, base=base):
+            return Recover(
+                plan=unpack_plan(plan),
+                settlement=message.settlement,
+                base=None if base is None else unpack_plan(base),
+                addresses=message.addresses,
+                plan_s=message.plan_s,
+            )
+    return message
 
 
 def decode_from_client(text: str | bytes) -> FromClient:
@@ -441,7 +490,11 @@ def decode_from_client(text: str | bytes) -> FromClient:
 
 def decode_to_worker(text: str | bytes) -> ToWorker:
     """Read what the controller sent to a worker. Raises BadMessage."""
-    return _decode(_to_worker, text)
+    message = _decode(_to_worker, text)
+    try:
+        return _unpack(message)
+    except ValueError as error:
+        raise BadMessage(f"not a message of protocol version {PROTOCOL_VERSION}: {error}") from error
 
 
 def decode_to_agent(text: str | bytes) -> ToAgent:
