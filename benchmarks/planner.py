@@ -2,6 +2,7 @@
 
     make bench-planner
     make bench-planner ARGS="--grids pp8dp2m32b2"
+    make bench-planner ARGS=--times
 
 Predicted, on the profiles of jobs and devices; nothing is trained. For every grid and loss a line of a table, then
 lines ``RESULT name=value unit``:
@@ -20,7 +21,10 @@ lines ``RESULT name=value unit``:
 * ``boost_time@GRID/LOSS/PLAN``, ``boost_energy``, ``slow_time``, ``slow_energy``: step time and energy of a step, with
   the clocks of the busiest stages raised, or of waiting stages lowered, relative to the nominal clock;
 * ``plan_ms@96``, ``plan_s@100000``: median processor time of the planning thread, of a plan made while workers wait;
-  ``plan_wall_ms@96``, ``plan_wall_s@100000``: by the clock on the wall, which other load on the machine makes longer.
+  ``plan_wall_ms@96``, ``plan_wall_s@100000``: by the clock on the wall, which other load on the machine makes longer;
+* ``replan_ms@96``, ``replan_s@100000``, ``replan_wall_ms@96``, ``replan_wall_s@100000``: the same of all that the
+  running job's planner does after the loss of a worker: what is planned, who sits where, items, warm-ups, backups, and
+  the prediction.
 
 A grid is written ``pp8dp2m32b2``: stages, rows, micro-batches per row, samples in each. Those of the second job and
 device are named after these: ``13b-h100.pp8dp2m32b2``.
@@ -38,11 +42,14 @@ import re
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from megatron_elas.planner.clocks import Clocked
-from megatron_elas.planner.plan import RUNTIME, choose
+from megatron_elas.planner.job_costs import JobCosts
+from megatron_elas.planner.plan import RUNTIME, choose, initial_plan, replan
 from megatron_elas.planner.policies import POLICIES, PolicyStep, ours, recycle, stock
 from megatron_elas.planner.prediction import Predictor
 from megatron_elas.planner.search import Freedom
@@ -52,6 +59,7 @@ from megatron_elas.schedule.timing import Deadlock
 from megatron_elas.spec.cluster import Cluster, load_cluster
 from megatron_elas.spec.errors import NoFeasiblePlan
 from megatron_elas.spec.job_profile import JobProfile, load_job
+from megatron_elas.spec.plan import ElasticPlan
 
 GRIDS = (
     "pp4dp2m16b2",
@@ -278,25 +286,41 @@ def _energy(clocked: Clocked) -> float:
     return clocked.timed.energy_j or float("nan")
 
 
-def planning_s(situation: Situation, times: int) -> tuple[float, float]:
-    """Median time of a plan made while workers wait: of the thread on a processor, and on the wall."""
+def planning_s(plan: Callable[[], object], times: int) -> tuple[float, float]:
+    """Median time of a plan: of the thread on a processor, and on the wall."""
     on_processor, on_wall = [], []
     for _ in range(times):
         begin, begin_wall = time.thread_time(), time.perf_counter()
-        make_plan(situation, effort=QUICK)
+        plan()
         on_processor.append(time.thread_time() - begin)
         on_wall.append(time.perf_counter() - begin_wall)
     return statistics.median(on_processor), statistics.median(on_wall)
 
 
+def replanning(profile: JobProfile, cluster: Cluster, lost: tuple[int, int]) -> Callable[[], ElasticPlan]:
+    """What the running job's planner does when a worker of a cell (stage, row) is lost; nodes are of eight workers."""
+    job = replace(profile.spec, stage_layers=profile.shape.layers)
+    costs = JobCosts.of(profile, cluster)
+    domains = {worker: f"node{worker // 8}" for worker in range(job.world_size)}
+    stage, row = lost
+    worker = (stage * job.data_parallel + row) * job.tensor_parallel
+    return partial(replan, job, initial_plan(job, domains, costs), {worker}, 1, domains, costs)
+
+
 def print_planning_times() -> None:
     """For 96 and for 100,000 workers."""
-    small = Situation.of(load_job("llama2-34b"), load_cluster("npu-96"), [(1, 2)])
-    used, passed = planning_s(small, 41)
-    print(f"RESULT plan_ms@96={used * 1e3:.1f} ms\nRESULT plan_wall_ms@96={passed * 1e3:.1f} ms")
-    many = load_job("llama2-70b").with_grid(pipeline_parallel=16, data_parallel=781, num_microbatches=781 * 64)
-    used, passed = planning_s(Situation.of(many, load_cluster("npu-100k"), [(3, 5)]), 5)
-    print(f"RESULT plan_s@100000={used:.2f} s\nRESULT plan_wall_s@100000={passed:.2f} s")
+    few = load_job("llama2-34b"), load_cluster("npu-96"), (1, 2)
+    many = (
+        load_job("llama2-70b").with_grid(pipeline_parallel=16, data_parallel=781, num_microbatches=781 * 64),
+        load_cluster("npu-100k"),
+        (3, 5),
+    )
+    for (job, cluster, lost), size, unit, per_s, times in ((few, 96, "ms", 1e3, 41), (many, 100_000, "s", 1.0, 5)):
+        plan = partial(make_plan, Situation.of(job, cluster, [lost]), effort=QUICK)
+        for name, what in (("plan", plan), ("replan", replanning(job, cluster, lost))):
+            used, passed = planning_s(what, times)
+            print(f"RESULT {name}_{unit}@{size}={used * per_s:.2f} {unit}")
+            print(f"RESULT {name}_wall_{unit}@{size}={passed * per_s:.2f} {unit}", flush=True)
 
 
 def main() -> None:
@@ -308,9 +332,13 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=8)
     parser.add_argument("--evaluations", type=int, default=120, help="orders that ours may time")
     parser.add_argument("--short", action="store_true", help="the first job only, and no clocks")
+    parser.add_argument("--times", action="store_true", help="only how long planning takes")
     args = parser.parse_args()
     effort = Effort(evaluations=args.evaluations, exact=True)
     print(f"Python {platform.python_version()} on {machine()}")
+    if args.times:
+        print_planning_times()
+        return
     table, results = Table(), list[str]()
     job, cluster = load_lanes(args.job, args.tensor_parallel), load_cluster(args.cluster)
     table.begin(f"{args.job}, TP{args.tensor_parallel}, {args.cluster}")

@@ -53,6 +53,33 @@ def deal_items(job: JobSpec, rows: Sequence[int], deal: Deal) -> StageItems:
     return deal_round(count, size, len(rows))
 
 
+Dealt = dict[tuple[object, ...], StageItems]
+"""Items of stages by all that they follow from."""
+
+
+def deal_stages(
+    job: JobSpec, rows: Sequence[Sequence[int]], deals: Sequence[Deal], known: Dealt | None = None
+) -> tuple[StageItems, ...]:
+    """``deal_items`` of every stage. Stages that are dealt alike share one object, whatever the size of the job.
+
+    Args:
+        job: See ``deal_items``.
+        rows: Of every stage.
+        deals: Of every stage.
+        known: What was dealt before, and is added to.
+    """
+    known = {} if known is None else known
+    batch = job.num_microbatches, job.micro_batch_size, job.data_parallel
+    items = []
+    for own, deal in zip(rows, deals, strict=True):
+        of_rows = deal == "reroute" and len(own) < job.data_parallel
+        what = None if is_stock(job, own) else (deal, len(own), tuple(own) if of_rows else ())
+        if (batch, what) not in known:
+            known[batch, what] = deal_items(job, own, deal)
+        items.append(known[batch, what])
+    return tuple(items)
+
+
 def is_stock(job: JobSpec, rows: Sequence[int]) -> bool:
     """Whether a stage has as many cells as at the job's begin."""
     return len(rows) == job.data_parallel

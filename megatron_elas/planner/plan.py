@@ -21,18 +21,18 @@ from itertools import count, pairwise
 from typing import NamedTuple
 
 from megatron_elas.planner.backups import place_backups
-from megatron_elas.planner.cost_model import stage_durations
-from megatron_elas.planner.dataflow import Deal, is_possible
+from megatron_elas.planner.cost_model import crossing
+from megatron_elas.planner.dataflow import Deal, Dealt, is_possible
 from megatron_elas.planner.job_costs import JobCosts, uniform_costs
 from megatron_elas.planner.prediction import stage_tail_s
 from megatron_elas.planner.search import Freedom
 from megatron_elas.planner.situation import Situation, divided
 from megatron_elas.planner.step_plan import Effort, StepPlan, make_plan
+from megatron_elas.schedule.lockstep import Known
 from megatron_elas.schedule.one_f_one_b import stock_warmup
-from megatron_elas.schedule.routes import Flow
-from megatron_elas.schedule.warmups import StagePasses, find_item_warmups, run_1f1b, run_items
+from megatron_elas.schedule.warmups import find_order, time_order
 from megatron_elas.spec.cluster import Link
-from megatron_elas.spec.cost import JobCost
+from megatron_elas.spec.cost import CostSums, JobCost, PassTime, StageTimes
 from megatron_elas.spec.errors import NoFeasiblePlan
 from megatron_elas.spec.items import StageItems, whole_micro_batches
 from megatron_elas.spec.job import JobSpec
@@ -49,8 +49,10 @@ _WHOLE: tuple[Deal, ...] = ("reroute",)
 """How whole micro-batches move."""
 EXACT_ITEMS = 600
 """Most items of all stages together that are timed one by one while workers wait."""
-TIMED_ITEMS = 6_000
+TIMED_ITEMS = 2_000
 """Of all orders that are timed while workers wait, about."""
+TIMED_ITEMS_LOST = 6_000
+"""The same when a stage is lost: then there is more to choose from, and no plan to fall back on."""
 
 MORE_MEMORY = 1.1
 """By which the limit is raised when no plan fits."""
@@ -79,7 +81,7 @@ def initial_plan(job: JobSpec, domains: Mapping[int, str], costs: JobCosts | Non
         layers=job.launch_layers,
         items=items,
         backups=place_backups(placement, domains, job.snapshot_replicas),
-        warmups=find_item_warmups(items, job.micro_batch_size),
+        warmups=find_order(items, job.micro_batch_size).warmups,
     )
     return plan if costs is None else replace(plan, predicted_s=predict_step_s(job, plan, costs))
 
@@ -164,7 +166,8 @@ def choose(situation: Situation, *, whole: bool = False) -> Choice:
         plans.insert(0, replace(found, prediction=found.nothing))
     if (mixed := _mixed(found)) is not None:
         plans.append(mixed)
-    choices = (_choice(situation, plan, fits) for plan in plans)
+    choose_from = _Choices(situation)
+    choices = (choose_from.make(plan, fits) for plan in plans)
     return max(choices, key=lambda choice: (choice.fits, -choice.work.step_s))
 
 
@@ -172,7 +175,7 @@ def _mixed(found: StepPlan) -> StepPlan | None:
     """A plan that mixes where this one reshapes: one cell for each stage does not tell which of them is faster."""
     candidate = found.candidate
     job = divided(found.situation.job, candidate.size)
-    if found.effort.exact or job.num_microbatches * candidate.num_stages > TIMED_ITEMS:
+    if found.effort.exact or job.num_microbatches * candidate.num_stages > TIMED_ITEMS_LOST:
         return None
     deals: tuple[Deal, ...] = tuple(
         "mix" if deal == "reshape" and is_possible(job, width, "mix") else deal
@@ -183,16 +186,26 @@ def _mixed(found: StepPlan) -> StepPlan | None:
     return replace(found, prediction=replace(found.prediction, candidate=replace(candidate, deals=deals)))
 
 
-def _choice(situation: Situation, found: StepPlan, fits: bool) -> Choice:
-    dealt: dict[object, StageItems] = {}  # Stages of the same cells share theirs.
-    items = []
-    for stage, key in enumerate(zip(found.candidate.names, found.candidate.deals, strict=True)):
-        if key not in dealt:
-            dealt[key] = found.items(stage)
-        items.append(dealt[key])
-    work = _work(situation.job, tuple(pairwise(found.candidate.cuts)), tuple(items), situation.cost, situation.link)
-    filled = _filled_bytes(situation.cost, work.layers, work.items, work.warmups)
-    return Choice(found, work, fits and filled <= situation.memory_bytes)
+class _Choices:
+    """Makes choices for one situation; what several of them have is looked at once."""
+
+    def __init__(self, situation: Situation) -> None:
+        self._situation = situation
+        self._dealt, self._known = Dealt(), Known()
+        self._times: dict[tuple[Layers, tuple[int, ...]], _Times] = {}
+
+    def make(self, found: StepPlan, fits: bool) -> Choice:
+        """What this plan comes to."""
+        situation, layers = self._situation, tuple(pairwise(found.candidate.cuts))
+        items = found.all_items(self._dealt)
+        key = layers, found.candidate.widths
+        if key not in self._times:
+            self._times[key] = _times_of(*key, situation.cost, situation.link)
+        times = self._times[key]
+        order = find_order(items, situation.job.micro_batch_size, times.stages, times.links, self._known)
+        filled = _filled_bytes(situation.cost, layers, items, order.warmups)
+        work = Work(layers, items, order.warmups, order.step_s + times.tail_s)
+        return Choice(found, work, fits and filled <= situation.memory_bytes)
 
 
 def _situation(job: JobSpec, left: Placement, old: ElasticPlan, costs: JobCosts) -> Situation:
@@ -212,21 +225,19 @@ def _situation(job: JobSpec, left: Placement, old: ElasticPlan, costs: JobCosts)
 
 def _filled_bytes(cost: JobCost, layers: Layers, items: tuple[StageItems, ...], warmups: Sequence[int]) -> int:
     """Of the fullest device."""
-    most = 0
-    sizes: list[list[int]] = []
-    before: StageItems | None = None
-    for (first, last), cells, ahead in zip(layers, items, warmups, strict=True):
-        if cells is not before:  # as few stages are
-            sizes, before = [[item.samples for item in own] for own in cells], cells
-        filled = cost.device_bytes(
+    # Few stages, and few of their cells, have other sizes than the rest.
+    distinct = {id(cells): cells for cells in items}
+    sizes = {key: {tuple([item.samples for item in own]) for own in cells} for key, cells in distinct.items()}
+    return max(
+        cost.device_bytes(
             first,
             last,
             cells=len(cells),
-            in_flight=max(_most_in_flight(own, ahead + 1) for own in sizes),
-            largest_item=max(map(max, sizes)),
+            in_flight=max(_most_in_flight(own, ahead + 1) for own in sizes[id(cells)]),
+            largest_item=max(map(max, sizes[id(cells)])),
         )
-        most = max(most, filled)
-    return most
+        for (first, last), cells, ahead in zip(layers, items, warmups, strict=True)
+    )
 
 
 def _most_in_flight(sizes: Sequence[int], items: int) -> int:
@@ -268,28 +279,12 @@ def _find(situation: Situation, *, whole: bool) -> tuple[StepPlan, bool]:
 
 
 def _effort(situation: Situation) -> Effort:
-    """As much as takes a few milliseconds."""
+    """As much as takes some milliseconds; tens where items are timed one by one, for steps that are shorter."""
     job, stages = situation.job, situation.num_stages
     exact = job.num_microbatches * stages <= EXACT_ITEMS
     items = stages * (job.num_microbatches if exact else job.num_microbatches // job.data_parallel)
-    return Effort(evaluations=max(3, min(32, TIMED_ITEMS // items)), exact=exact)
-
-
-def _work(job: JobSpec, layers: Layers, items: tuple[StageItems, ...], cost: JobCost, link: Link) -> Work:
-    flow = None if _are_whole(job, items) else Flow(items)
-    warmups = find_item_warmups(items, job.micro_batch_size, flow)
-    return Work(layers, items, warmups, _step_s(job, layers, items, warmups, cost, link, flow))
-
-
-def _are_whole(job: JobSpec, items: tuple[StageItems, ...]) -> bool:
-    """Whether all items are whole micro-batches."""
-    return all(
-        item.is_whole(job.micro_batch_size)
-        for cells, before in zip(items, (None, *items), strict=False)
-        if cells is not before  # as nearly all stages are
-        for own in cells
-        for item in own
-    )
+    timed = TIMED_ITEMS_LOST if situation.lost_stages else TIMED_ITEMS
+    return Effort(evaluations=max(3, min(32, timed // items)), exact=exact)
 
 
 def predict_step_s(job: JobSpec, plan: ElasticPlan, costs: JobCosts) -> float:
@@ -299,42 +294,29 @@ def predict_step_s(job: JobSpec, plan: ElasticPlan, costs: JobCosts) -> float:
         BadUsage: The costs are those of another model.
     """
     costs.check(job)
-    flow = None if _are_whole(job, plan.items) else Flow(plan.items)
-    return _step_s(job, plan.layers, plan.items, _warmups(plan), costs.cost, costs.link, flow)
+    times = _times_of(plan.layers, list(map(len, plan.items)), costs.cost, costs.link)
+    return time_order(plan.items, _warmups(plan), times.stages, times.links) + times.tail_s
+
+
+class _Times(NamedTuple):
+    stages: tuple[StageTimes, ...]
+    links: tuple[PassTime, ...]
+    tail_s: float
+    """After the last gradient."""
+
+
+def _times_of(layers: Layers, widths: Sequence[int], cost: JobCost, link: Link) -> _Times:
+    sums = CostSums(cost)
+    tails = [
+        stage_tail_s(cost, link, first, last, width, sums) for (first, last), width in zip(layers, widths, strict=True)
+    ]
+    stages = tuple(cost.stage_times(first, last) for first, last in layers)
+    return _Times(stages, (crossing(cost, link),) * (len(layers) - 1), max(tails))
 
 
 def _warmups(plan: ElasticPlan) -> tuple[int, ...]:
     widths = [len(cells) for cells in plan.items]
     return plan.warmups or tuple(stock_warmup(stage, widths) for stage in range(len(widths)))
-
-
-def _step_s(
-    job: JobSpec,
-    layers: Layers,
-    items: tuple[StageItems, ...],
-    warmups: Sequence[int],
-    cost: JobCost,
-    link: Link,
-    flow: Flow | None,
-) -> float:
-    """``flow``: of the items; None: all are whole micro-batches."""
-    size = job.micro_batch_size
-    tails = [
-        stage_tail_s(cost, link, first, last, len(cells)) for (first, last), cells in zip(layers, items, strict=True)
-    ]
-    if flow is None:
-        sent_s = link.transfer_s(cost.boundary_bytes * size)
-        passes = []
-        for first, last in layers:
-            times = cost.stage_times(first, last)
-            backward_s = times.input_gradient.seconds(size) + times.weight_gradient.seconds(size)
-            passes.append(StagePasses(times.forward.seconds(size), backward_s, sent_s))
-        step_s = run_1f1b([[[item.number for item in own] for own in cells] for cells in items], warmups, passes)
-    else:
-        cuts = (0, *(stop for _, stop in layers))
-        step_s = run_items(flow, warmups, stage_durations(cost, cuts, items, link=link))
-    assert step_s is not None, f"warm-ups {warmups} get stuck"
-    return step_s + max(tails)
 
 
 def share_items(num_items: int, num_cells: int) -> tuple[tuple[int, ...], ...]:

@@ -22,7 +22,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from megatron_elas.planner.cost_model import crossing, stage_limits
-from megatron_elas.planner.dataflow import Deal, busiest_share, deal_items
+from megatron_elas.planner.dataflow import Deal, busiest_share, deal_stages
 from megatron_elas.planner.layouts import Layout
 from megatron_elas.planner.partition import StageLoad
 from megatron_elas.planner.situation import Rows, Situation, divided
@@ -283,7 +283,7 @@ class Predictor:
         if found is None:
             job = self._job(candidate.size)
             if self.exact:
-                items = tuple(map(deal_items, (job,) * candidate.num_stages, candidate.names, candidate.deals))
+                items = deal_stages(job, candidate.names, candidate.deals)
             else:
                 width = job.data_parallel * job.micro_batch_size
                 steps = job.num_microbatches // job.data_parallel

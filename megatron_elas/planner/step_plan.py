@@ -13,7 +13,7 @@ from itertools import pairwise
 from megatron_elas.planner import clocks as _clocks
 from megatron_elas.planner.backups import place_backups
 from megatron_elas.planner.clocks import Clocked
-from megatron_elas.planner.dataflow import deal_items, is_stock
+from megatron_elas.planner.dataflow import Dealt, deal_items, deal_stages, is_stock
 from megatron_elas.planner.layer_moves import Cell as CellName
 from megatron_elas.planner.layer_moves import SliceMove, list_moves, ring_backups
 from megatron_elas.planner.layouts import Layout
@@ -123,11 +123,16 @@ class StepPlan:
         job = divided(self.situation.job, self.candidate.size)
         return deal_items(job, self.candidate.names[stage], self.candidate.deals[stage])
 
+    def all_items(self, known: Dealt | None = None) -> tuple[StageItems, ...]:
+        """Of every stage and cell, see ``deal_stages``."""
+        job = divided(self.situation.job, self.candidate.size)
+        return deal_stages(job, self.candidate.names, self.candidate.deals, known)
+
     def streams(self) -> tuple[Stream, ...]:
         """Which cell draws the random numbers of which samples in which layers."""
         streams = []
-        for stage, layers in enumerate(pairwise(self.candidate.cuts)):
-            for cell, own in enumerate(self.items(stage)):
+        for stage, (layers, items) in enumerate(zip(pairwise(self.candidate.cuts), self.all_items(), strict=True)):
+            for cell, own in enumerate(items):
                 samples = _joined(sorted(part for item in own for part in item.ranges))
                 streams.append(Stream(stage=stage, cell=cell, layers=layers, samples=samples))
         return tuple(streams)

@@ -45,7 +45,7 @@ def route(senders: StageItems, receivers: StageItems) -> tuple[Slice, ...]:
     """
     (sent_ranges, sent), (received_ranges, received) = _spread(senders), _spread(receivers)
     return tuple(
-        Slice(start, stop, *sent[i], *received[j]) for start, stop, i, j in _sweep(sent_ranges, received_ranges)
+        Slice(start, stop, *sent[i], *received[j]) for start, stop, i, j in sweep(sent_ranges, received_ranges)
     )
 
 
@@ -63,10 +63,10 @@ def route_all(items: Sequence[StageItems]) -> tuple[tuple[Slice, ...], ...]:
 def _spread(items: StageItems) -> tuple[list[Range], list[tuple[int, int]]]:
     """A stage's ranges, and the (cell, number) of its items."""
     places = [(cell, item.number) for cell, own in enumerate(items) for item in own]
-    return _ranges([item for own in items for item in own]), places
+    return ranges_of([item for own in items for item in own]), places
 
 
-def _ranges(items: Sequence[Item]) -> list[Range]:
+def ranges_of(items: Sequence[Item]) -> list[Range]:
     """All ranges of a stage's items, ascending. Raises BadUsage unless they are the batch, once."""
     ranges = sorted((start, stop, i) for i, item in enumerate(items) for start, stop in item.ranges)
     at = 0
@@ -80,7 +80,7 @@ def _ranges(items: Sequence[Item]) -> list[Range]:
     return ranges
 
 
-def _sweep(sent: list[Range], received: list[Range]) -> list[tuple[int, int, int, int]]:
+def sweep(sent: list[Range], received: list[Range]) -> list[tuple[int, int, int, int]]:
     """(start, stop, sender's item, receiver's item) of all that crosses. Raises BadUsage."""
     if sent[-1][1] != received[-1][1]:
         raise BadUsage(f"one stage holds {sent[-1][1]} samples and the other {received[-1][1]}: both hold the batch")
@@ -153,8 +153,8 @@ class Flow:
                     ranges.append(ranges[-1])
                     crossing = [(begin, end, i, i) for begin, end, i in ranges[-1]]
                 else:
-                    ranges.append(_ranges(self.items[start:stop]))
-                    crossing = _sweep(*ranges[-2:]) if stage else []
+                    ranges.append(ranges_of(self.items[start:stop]))
+                    crossing = sweep(*ranges[-2:]) if stage else []
             except BadUsage as error:
                 raise BadUsage(f"stage {stage}: {error}") from error
             for begin, end, i, j in crossing:

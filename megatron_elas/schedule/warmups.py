@@ -2,7 +2,8 @@
 
 The same as ``one_f_one_b_program`` and ``Program.run``, in less time: no orders are built, every cell goes through its
 own as far as it gets. ``run_items`` takes any items; ``run_1f1b`` is for whole micro-batches, on cells of a stage that
-are equally fast, and takes a tenth of the time.
+are equally fast, and takes a tenth of the time. ``find_order`` and ``time_order`` ask ``schedule.lockstep`` first,
+which takes less still.
 
 Besides its input, a stage's first forward pass may wait for all cells of the stage: they join in an all-gather of
 parameters (Megatron's ``--overlap-param-gather``) once each of them has its input. An order that gets stuck then,
@@ -15,9 +16,11 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
+from megatron_elas.schedule.lockstep import Known, Lockstep
 from megatron_elas.schedule.one_f_one_b import stock_warmups
 from megatron_elas.schedule.routes import Flow
-from megatron_elas.schedule.timing import Durations
+from megatron_elas.schedule.timing import Deadlock, Durations
+from megatron_elas.spec.cost import PassTime, StageTimes
 from megatron_elas.spec.items import StageItems
 
 Numbers = Sequence[Sequence[Sequence[int]]]
@@ -33,6 +36,66 @@ class StagePasses(NamedTuple):
     """From the end of a pass to its result's arrival at the next stage, or its gradient's from there."""
 
 
+class Order(NamedTuple):
+    """1F1B of some items."""
+
+    warmups: tuple[int, ...]
+    """As of ``find_item_warmups``."""
+    step_s: float
+    """Seconds from the first forward pass to the last gradient; 0 where nothing takes time."""
+
+
+def find_order(
+    items: Sequence[StageItems],
+    size: int,
+    times: Sequence[StageTimes] = (),
+    links: Sequence[PassTime] = (),
+    known: Known | None = None,
+) -> Order:
+    """Warm-ups, and what a step takes with them: both at once.
+
+    Args:
+        items: Of every stage and cell.
+        size: Samples of a whole micro-batch.
+        times: Of every stage; empty: nothing takes time.
+        links: Between stages.
+        known: See ``Lockstep``.
+    """
+    lockstep = Lockstep(items, known)
+    stock = tuple(_stock(items))
+    step_s = lockstep.run(stock, times, links)
+    if step_s is not None:
+        return Order(stock, step_s)
+    warmups = find_item_warmups(items, size)
+    return Order(warmups, _time(lockstep, items, warmups, times, links) if times else 0.0)
+
+
+def time_order(
+    items: Sequence[StageItems], warmups: Sequence[int], times: Sequence[StageTimes], links: Sequence[PassTime]
+) -> float:
+    """Seconds of 1F1B with these warm-ups, see ``Order.step_s``. Raises Deadlock."""
+    return _time(Lockstep(items), items, warmups, times, links)
+
+
+def _time(
+    lockstep: Lockstep,
+    items: Sequence[StageItems],
+    warmups: Sequence[int],
+    times: Sequence[StageTimes],
+    links: Sequence[PassTime],
+) -> float:
+    step_s = lockstep.run(warmups, times, links)
+    if step_s is None:
+        step_s = run_items(Flow(items), warmups, Durations.of(times, items, links))
+    if step_s is None:
+        raise Deadlock(f"1F1B with warm-ups {list(warmups)} gets stuck")
+    return step_s
+
+
+def _stock(items: Sequence[Sequence[Sequence[object]]]) -> list[int]:
+    return stock_warmups([len(cells) for cells in items], [max(map(len, cells)) for cells in items])
+
+
 def find_item_warmups(items: Sequence[StageItems], size: int, flow: Flow | None = None) -> tuple[int, ...]:
     """As ``find_warmups``, for items of any samples.
 
@@ -46,8 +109,7 @@ def find_item_warmups(items: Sequence[StageItems], size: int, flow: Flow | None 
     if flow is None and all(item.is_whole(size) for cells in items for own in cells for item in own):
         return find_warmups([[[item.number for item in own] for own in cells] for cells in items])
     flow = flow or Flow(items)
-    stock = stock_warmups([len(cells) for cells in items], [max(map(len, cells)) for cells in items])
-    for warmups in _longer(stock):
+    for warmups in _longer(_stock(items)):
         if run_items(flow, warmups, joined=True) is not None:
             return warmups
     raise AssertionError
@@ -86,8 +148,7 @@ def find_warmups(numbers: Numbers) -> tuple[int, ...]:
 
     Those of the stock schedule, and more where cells would wait for each other in a circle.
     """
-    stock = stock_warmups([len(cells) for cells in numbers], [max(map(len, cells)) for cells in numbers])
-    for warmups in _longer(stock):
+    for warmups in _longer(_stock(numbers)):
         if run_1f1b(numbers, warmups, joined=True) is not None:
             return warmups
     raise AssertionError

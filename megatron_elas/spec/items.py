@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -58,4 +59,22 @@ def micro_batch(number: int, size: int) -> Item:
 
 def whole_micro_batches(items: Sequence[Sequence[int]], size: int) -> StageItems:
     """Items of a stage from micro-batch numbers per cell."""
-    return tuple(tuple(micro_batch(number, size) for number in numbers) for numbers in items)
+    made = _micro_batches(size)
+    return tuple([tuple([made[number] for number in numbers]) for numbers in items])
+
+
+class _MicroBatches(dict[int, Item]):
+    """Micro-batches of one size by number, made when they are asked for. They are values, and plans have many."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+
+    def __missing__(self, number: int) -> Item:
+        item = self[number] = micro_batch(number, self._size)
+        return item
+
+
+@lru_cache(maxsize=2)
+def _micro_batches(size: int) -> _MicroBatches:
+    return _MicroBatches(size)

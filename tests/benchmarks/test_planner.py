@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import pytest
 
-from benchmarks.planner import GRIDS, OTHER_GRIDS, Table, compare, list_losses, planning_s, read_grid, situation_of
-from megatron_elas.planner.step_plan import Effort
+from benchmarks.planner import (
+    GRIDS,
+    OTHER_GRIDS,
+    Table,
+    compare,
+    list_losses,
+    planning_s,
+    read_grid,
+    replanning,
+    situation_of,
+)
+from megatron_elas.planner.step_plan import QUICK, Effort, make_plan
 from megatron_elas.spec.cluster import load_cluster
 from megatron_elas.spec.job_profile import load_job
 
@@ -42,5 +53,13 @@ def test_the_second_job_has_grids_of_the_first_ones_form() -> None:
 
 
 def test_planning_is_timed_on_the_processor_and_on_the_wall() -> None:
-    used, passed = planning_s(situation_of(load_job("llama2-34b"), load_cluster("npu-96"), "pp4dp2m4b1"), 3)
+    begin = situation_of(load_job("llama2-34b"), load_cluster("npu-96"), "pp4dp2m4b1")
+    used, passed = planning_s(partial(make_plan, begin, effort=QUICK), 3)
     assert 0 < used <= passed * 1.01
+
+
+def test_a_running_job_s_plan_is_one_without_the_lost_worker() -> None:
+    plan = replanning(load_job("llama2-34b"), load_cluster("npu-96"), (1, 2))()
+    # Four stages of six cells of four workers.
+    assert [len(cells) for cells in plan.items] == [6, 5, 6, 6] and 4 * (6 + 2) not in plan.placement.workers
+    assert plan.predicted_s is not None
