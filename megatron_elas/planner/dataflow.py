@@ -9,11 +9,11 @@ A stage with all its cells keeps the stock deal whatever is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Literal, NamedTuple
 
 from megatron_elas.schedule.items import cut, deal_round, reroute, reshape
-from megatron_elas.spec.items import StageItems
+from megatron_elas.spec.items import Item, StageItems
 from megatron_elas.spec.job import JobSpec
 
 Deal = Literal["reroute", "reshape", "mix"]
@@ -29,7 +29,9 @@ class Share(NamedTuple):
     """In samples."""
 
 
-def deal_items(job: JobSpec, rows: Sequence[int], deal: Deal) -> StageItems:
+def deal_items(
+    job: JobSpec, rows: Sequence[int], deal: Deal, made: MutableMapping[int, Item] | None = None
+) -> StageItems:
     """Items of a stage.
 
     Args:
@@ -37,24 +39,31 @@ def deal_items(job: JobSpec, rows: Sequence[int], deal: Deal) -> StageItems:
         rows: Of the stage's cells, all different; those that the job did not begin with have no micro-batches of their
             own.
         deal: How.
+        made: See ``whole_micro_batches``.
 
     Raises:
         NoFeasiblePlan: Fewer samples or micro-batches than cells.
     """
     count, size, all_rows = job.num_microbatches, job.micro_batch_size, job.data_parallel
     if is_stock(job, rows):
-        return deal_round(count, size, all_rows)
+        return deal_round(count, size, all_rows, made)
     if deal == "reshape":
         return reshape(count, size, len(rows), all_rows)
     if deal == "mix":
         return cut(count * size, _mixed_sizes(job, len(rows)))
     if len(rows) < all_rows:
-        return reroute(count, size, rows, all_rows)
-    return deal_round(count, size, len(rows))
+        return reroute(count, size, rows, all_rows, made)
+    return deal_round(count, size, len(rows), made)
 
 
-Dealt = dict[tuple[object, ...], StageItems]
-"""Items of stages by all that they follow from."""
+class Dealt:
+    """What stages of a job were dealt, to be shared by others."""
+
+    def __init__(self) -> None:
+        self.items: dict[tuple[object, ...], StageItems] = {}
+        """By all that they follow from."""
+        self.micro_batches: dict[int, dict[int, Item]] = {}
+        """By samples of each, and number."""
 
 
 def deal_stages(
@@ -68,15 +77,16 @@ def deal_stages(
         deals: Of every stage.
         known: What was dealt before, and is added to.
     """
-    known = {} if known is None else known
+    known = known or Dealt()
+    made = known.micro_batches.setdefault(job.micro_batch_size, {})
     batch = job.num_microbatches, job.micro_batch_size, job.data_parallel
     items = []
     for own, deal in zip(rows, deals, strict=True):
         of_rows = deal == "reroute" and len(own) < job.data_parallel
         what = None if is_stock(job, own) else (deal, len(own), tuple(own) if of_rows else ())
-        if (batch, what) not in known:
-            known[batch, what] = deal_items(job, own, deal)
-        items.append(known[batch, what])
+        if (batch, what) not in known.items:
+            known.items[batch, what] = deal_items(job, own, deal, made)
+        items.append(known.items[batch, what])
     return tuple(items)
 
 

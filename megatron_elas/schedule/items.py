@@ -7,25 +7,33 @@ cell its items in ascending order of their first samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 from megatron_elas.spec.errors import BadUsage, NoFeasiblePlan
 from megatron_elas.spec.items import CellItems, Item, StageItems, whole_micro_batches
 
 
-def deal_round(num_microbatches: int, size: int, cells: int) -> StageItems:
+def deal_round(
+    num_microbatches: int, size: int, cells: int, made: MutableMapping[int, Item] | None = None
+) -> StageItems:
     """Whole micro-batches dealt round: ``g`` goes to cell ``g mod cells``.
 
-    With the original number of cells this is Megatron's own order.
+    With the original number of cells this is Megatron's own order. ``made``: see ``whole_micro_batches``.
 
     Raises:
         NoFeasiblePlan: Fewer micro-batches than cells.
     """
     _check_fed(num_microbatches, cells)
-    return whole_micro_batches([range(cell, num_microbatches, cells) for cell in range(cells)], size)
+    return whole_micro_batches([range(cell, num_microbatches, cells) for cell in range(cells)], size, made)
 
 
-def reroute(num_microbatches: int, size: int, rows: Sequence[int], all_rows: int) -> StageItems:
+def reroute(
+    num_microbatches: int,
+    size: int,
+    rows: Sequence[int],
+    all_rows: int,
+    made: MutableMapping[int, Item] | None = None,
+) -> StageItems:
     """Cells keep their rows' micro-batches; those of lost rows move whole to other cells, one after the other.
 
     The cell that is given a micro-batch is the one with fewest so far; ties go round, so that no cell is always first.
@@ -35,6 +43,7 @@ def reroute(num_microbatches: int, size: int, rows: Sequence[int], all_rows: int
         size: Samples of each.
         rows: Row of every cell, fewer than the job's, all different. One that is no row of the job has nothing to keep.
         all_rows: Rows of the job.
+        made: See ``whole_micro_batches``.
 
     Raises:
         NoFeasiblePlan: Fewer micro-batches than cells.
@@ -52,10 +61,12 @@ def reroute(num_microbatches: int, size: int, rows: Sequence[int], all_rows: int
             else:
                 dealt[cell].append(number)
         for number in homeless:
-            cell = min(range(len(rows)), key=lambda c: (len(dealt[c]), (c - turn) % len(rows)))
+            counts = list(map(len, dealt))
+            fewest = min(counts)
+            cell = counts.index(fewest, turn) if fewest in counts[turn:] else counts.index(fewest)
             dealt[cell].append(number)
             turn = cell + 1
-    return whole_micro_batches([sorted(numbers) for numbers in dealt], size)
+    return whole_micro_batches([sorted(numbers) for numbers in dealt], size, made)
 
 
 def reshape(num_microbatches: int, size: int, cells: int, rows: int) -> StageItems:

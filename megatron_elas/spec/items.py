@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import MutableMapping, Sequence
 from typing import NamedTuple
 
 
@@ -57,24 +56,19 @@ def micro_batch(number: int, size: int) -> Item:
     return Item(number, ((number * size, (number + 1) * size),))
 
 
-def whole_micro_batches(items: Sequence[Sequence[int]], size: int) -> StageItems:
-    """Items of a stage from micro-batch numbers per cell."""
-    made = _micro_batches(size)
+def whole_micro_batches(
+    items: Sequence[Sequence[int]], size: int, made: MutableMapping[int, Item] | None = None
+) -> StageItems:
+    """Items of a stage from micro-batch numbers per cell.
+
+    Args:
+        items: Numbers of every cell.
+        size: Samples of a micro-batch.
+        made: Micro-batches of this size that there are already, by number; others are added.
+    """
+    made = {} if made is None else made
+    for numbers in items:
+        for number in numbers:
+            if number not in made:
+                made[number] = micro_batch(number, size)
     return tuple([tuple([made[number] for number in numbers]) for numbers in items])
-
-
-class _MicroBatches(dict[int, Item]):
-    """Micro-batches of one size by number, made when they are asked for. They are values, and plans have many."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self._size = size
-
-    def __missing__(self, number: int) -> Item:
-        item = self[number] = micro_batch(number, self._size)
-        return item
-
-
-@lru_cache(maxsize=2)
-def _micro_batches(size: int) -> _MicroBatches:
-    return _MicroBatches(size)
