@@ -18,6 +18,7 @@ from megatron_elas.control.messages import FaultFired, Hello, Quiesce
 from megatron_elas.control.port import LinkPort
 from megatron_elas.host.attachment import detach
 from megatron_elas.host.checkpoints import use_exchangeable_checkpoints
+from megatron_elas.host.emulation import make_emulation, settle_emulation
 from megatron_elas.host.join import join_megatron
 from megatron_elas.host.log_handover import Log
 from megatron_elas.host.memory import check_node_memory
@@ -53,6 +54,7 @@ class Worker:
         """
         self.job, faults = settle_arguments(args)
         self._environment = environment = WorkerEnvironment.from_environ(os.environ)
+        self._emulation = emulation = make_emulation(args, environment.worker, Path(environment.run_dir))
         self._session: Session | None = None
         self._ready = threading.Event()
         """Set when the link's thread may use this object."""
@@ -92,7 +94,7 @@ class Worker:
         session = Session(
             environment.worker,
             start.plan,
-            self._transport,
+            self._transport if emulation is None else emulation.time_moves(self._transport),
             communicator,
             self._port,
             self._strike,
@@ -106,7 +108,7 @@ class Worker:
             self._check_memory(args, start.plan)
             self.attachment, self.pretrain_arguments = join_megatron(
                 args, self.job, start.plan, self._transport, communicator, session, self._strike, log,
-                self._link.measured,
+                self._link.measured, emulation,
             )  # fmt: skip
         except ElasticError as error:
             self._port.failed(int(error.exit_code), str(error))
@@ -120,6 +122,8 @@ class Worker:
             first = self._environment.worker
             here = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
             print(f"megatron_elas: {check_node_memory(args, self.job, plan, here, read_available())}", flush=True)
+            if self._emulation is not None:
+                print(f"megatron_elas: {self._emulation.job.sentence}", flush=True)
 
     def finish(self) -> None:
         """Leave after the end of training."""
@@ -152,6 +156,8 @@ class Worker:
         detach()
         if self.attachment.sample_log is not None:
             self.attachment.sample_log.close()
+        if self._emulation is not None:
+            self._emulation.close()
         self.attachment.log.close(complete=complete)
         self._link.close()
         self._transport.close()
@@ -226,6 +232,7 @@ def settle_arguments(args: Any) -> tuple[JobSpec, list[Fault]]:
     job = describe_job(args, launch_layers(args))
     faults = [parse_fault(text) for text in args.elastic_inject or ()]
     check_faults(faults, job.world_size)
+    settle_emulation(args)
     return job, faults
 
 

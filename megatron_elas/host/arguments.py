@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 from typing import NoReturn
 
 from megatron_elas.spec.errors import BadUsage
@@ -61,6 +62,28 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         "forward and backward passes run, where all workers keep their layers; blocking moves it before the step, "
         "for comparison; default: async.",
     )
+    group.add_argument(
+        "--elastic-emulate",
+        metavar="PROFILE",
+        help="Take the time of accelerators that are not there, by waiting: a profile of configs/clusters or "
+        "configs/devices, or a .toml file of either. Works without --elastic too.",
+    )
+    group.add_argument(
+        "--elastic-emulate-model",
+        metavar="JOB",
+        help="Whose layers' time is taken: a profile of configs/jobs, or a .toml file; default: the run's own model.",
+    )
+    group.add_argument(
+        "--elastic-emulate-speed",
+        type=_read_speed,
+        metavar="FACTOR",
+        help="Emulate accelerators and links that are so many times as fast; default: 1.",
+    )
+    group.add_argument(
+        "--elastic-emulate-log",
+        metavar="PREFIX",
+        help="Write how well each kind of operation kept to its time to PREFIX.WORKER, one JSON line per kind.",
+    )
     return parser
 
 
@@ -97,6 +120,16 @@ def _read_interval(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"must be a whole number of steps from 0 up, got '{text}'")
     return int(text)
+
+
+def _read_speed(text: str) -> float:
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = math.nan
+    if not 0 < speed < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got '{text}'")
+    return speed
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:

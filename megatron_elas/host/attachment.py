@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_elas.host.data import SeekableLoader
+from megatron_elas.host.emulation import Emulation
 from megatron_elas.host.log_handover import Log
 from megatron_elas.host.optimizer import OptimizerFactory
 from megatron_elas.host.pipeline import Route, RoutedPipeline
@@ -38,6 +39,7 @@ class Attachment:
     timer: StepTimer
     strike: FaultPoint
     log: Log
+    emulation: Emulation | None = None
     sample_log: SampleLog | None = None
     samples: list[int] = field(default_factory=list)
     """Sample ids that this worker has read for the step under way."""

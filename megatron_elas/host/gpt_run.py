@@ -21,6 +21,7 @@ from megatron_elas.host.argument_checks import check_arguments, check_save
 from megatron_elas.host.argument_files import expand_files
 from megatron_elas.host.arguments import add_dry_run_argument
 from megatron_elas.host.cpu_defaults import missing_defaults
+from megatron_elas.host.emulation import check_flags, emulated_stock_run
 from megatron_elas.host.gpt_data import provide_datasets
 from megatron_elas.host.gpt_step import forward_step, get_embedding_ranks
 from megatron_elas.platform.detect import PlatformName
@@ -124,6 +125,7 @@ def read_arguments(provider: Callable[[argparse.ArgumentParser], argparse.Argume
         raise BadUsage("--elastic needs elasrun: start the job with elasrun, not with torchrun or python")
     if args.elastic_inject and not args.elastic:
         raise BadUsage("--elastic-inject needs --elastic: without it nobody strikes faults, and nobody recovers")
+    check_flags(args)
     check_arguments(args)
     if getattr(args, "elastic_dry_run", None) is None:  # it may be meant for another machine
         check_save(args)
@@ -168,8 +170,9 @@ def _train_stock() -> None:
     """What Megatron's own entry does."""
     # The wrapper hands pretrain back unchanged unless --inprocess-restart is given.
     start, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
-    _, container = _complete_arguments()
-    _call_pretrain(start, container, store=store)
+    args, container = _complete_arguments()
+    with emulated_stock_run(args):
+        _call_pretrain(start, container, store=store)
 
 
 def _train_elastic(worker: ElasticWorker) -> None:

@@ -12,6 +12,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron_elas.host import elastic_seams, patching
 from megatron_elas.host.attachment import Attachment, attach
+from megatron_elas.host.emulation import Emulation
 from megatron_elas.host.gpt_step import get_embedding_ranks
 from megatron_elas.host.groups import keep_data_parallel_size_logical
 from megatron_elas.host.log_handover import Log
@@ -38,6 +39,7 @@ def join_megatron(
     strike: FaultPoint,
     log: Log,
     tell: Callable[[StepReport], None] = lambda report: None,
+    emulation: Emulation | None = None,
 ) -> tuple[Attachment, dict[str, Any]]:
     """Build all groups and attach to Megatron. Called once per worker, on all workers.
 
@@ -78,10 +80,15 @@ def join_megatron(
         timer=timer,
         strike=strike,
         log=log,
+        emulation=emulation,
     )
     attach(attached)
     share_tensorboard(args, log)
     patching.apply_missing(elastic_seams.ROWS)
+    if emulation is not None:
+        emulation.follow(lambda: route.plan)
+        attached.pipeline.times = emulation
+        emulation.attach()
     return attached, {
         "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
         "p2p_communicator": attached.pipeline,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -146,6 +146,16 @@ class Route:
         return stock_warmup(self.seat.stage, [len(stage) for stage in self.plan.placement.stages])
 
 
+class MessageTimes(Protocol):
+    """Told of every message, where messages take more time than they need here."""
+
+    def sends(self, tag: int) -> None:
+        """A message is about to be sent."""
+
+    def receives(self, sender: int, tag: int, samples: int) -> None:
+        """A message is here; returns when it may be used."""
+
+
 class RoutedPipeline:
     """Stands in for Megatron's P2PCommunicator, method by method.
 
@@ -171,6 +181,7 @@ class RoutedPipeline:
         self._waiting = waiting
         self._route = route
         self._transport = transport
+        self.times: MessageTimes | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -261,12 +272,16 @@ class RoutedPipeline:
             self._transport.exchange(
                 PIPELINE, _tag(piece.sample, backward), (), (Part(piece.worker, as_bytes(tensor)),)
             )
+            if self.times is not None:
+                self.times.receives(piece.worker, _tag(piece.sample, backward), tensor.shape[1])
         return tensor
 
     def _send(self, tensors: Any, pieces: Sequence[Piece], backward: int) -> None:
         tensor = (tensors[0] if isinstance(tensors, list) else tensors).detach()
         for piece in pieces:
             own = tensor[:, piece.start : piece.stop].contiguous()  # lives until its bytes are taken
+            if self.times is not None:
+                self.times.sends(_tag(piece.sample, backward))
             self._transport.post(PIPELINE, _tag(piece.sample, backward), Part(piece.worker, as_bytes(own)))
 
 

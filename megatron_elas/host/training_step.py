@@ -38,6 +38,8 @@ def wrap_train_step(original: Any) -> Any:
 
         def body(step: int) -> Any:
             host.begin_step(step, data_iterator)
+            if attached.emulation is not None:
+                attached.emulation.begin_step()
             attached.samples.clear()
             attached.norm = attached.zeros = None
             attached.counter.begin(step)
