@@ -238,10 +238,10 @@ class Emulation:
     def follow(self, plan: Callable[[], ElasticPlan]) -> None:
         """Take layers and seats from this plan, which may change."""
         self._plan = plan
-        self._epoch = plan().epoch
+        self._epoch = -1
 
     def begin_step(self) -> None:
-        """A step begins. After a recovery it begins now: what that took is real."""
+        """A step begins. The first one, and one after a recovery, begins now: what came before is real."""
         if self._epoch != self._plan().epoch:
             self._epoch = self._plan().epoch
             self.device.begin_pass()

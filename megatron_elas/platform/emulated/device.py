@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 
 from megatron_elas.platform.emulated.board import Board
@@ -14,7 +13,9 @@ from megatron_elas.spec.cost import UnitCost, Work
 class EmulatedDevice:
     """Used by the thread that computes. All times given are those of the real device; it takes them at ``speed``."""
 
-    def __init__(self, worker: int, speed: float = 1.0, board: Board | None = None) -> None:
+    def __init__(
+        self, worker: int, speed: float = 1.0, board: Board | None = None, timeline: Timeline | None = None
+    ) -> None:
         """An idle device.
 
         Args:
@@ -22,18 +23,19 @@ class EmulatedDevice:
             speed: How much faster than the real device it runs.
             board: Of all devices of the machine. Without one its clock is nominal, and it does not know when others
                 have sent or computed something.
+            timeline: Its own; a new one when None.
         """
         self._worker = worker
         self._speed = speed
         self._board = board
-        self.timeline = Timeline()
+        self.timeline = timeline or Timeline()
         self.errors = ErrorLog()
         self._asked_s = self._pushed_s = 0.0
 
     @property
     def clock(self) -> float:
         """Relative to the nominal one."""
-        return 1.0 if self._board is None else self._board.clock(self._worker, time.monotonic())
+        return 1.0 if self._board is None else self._board.clock(self._worker, self.timeline.now())
 
     def run_pass(self, name: str, kind: str, units: Sequence[UnitCost], samples: float) -> None:
         """A pass through these units takes its time; its real work is done.

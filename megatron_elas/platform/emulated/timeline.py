@@ -47,7 +47,8 @@ class Timeline:
             sleep: Until a time of that clock.
             slack_s: See the module.
         """
-        self._now, self._sleep, self._slack_s = now, sleep, slack_s
+        self.now = now
+        self._sleep, self._slack_s = sleep, slack_s
         self.end_s = now()
         """Of the newest operation, or the time before which the next one cannot start."""
         self.pushed_s = 0.0
@@ -56,7 +57,7 @@ class Timeline:
 
     def start_anew(self) -> None:
         """What was late is given up: the next operation starts now at the earliest."""
-        now_s = self._ready_s = self._began_s = self._now()
+        now_s = self._ready_s = self._began_s = self.now()
         self.end_s = max(self.end_s, now_s)
 
     def wait_for(self, at_s: float) -> None:
@@ -68,7 +69,7 @@ class Timeline:
 
     def run(self, seconds: float) -> Ran:
         """An operation takes this long; called when its real work is done, sleeps until its end."""
-        called_s = self._now()
+        called_s = self.now()
         self.end_s += seconds
         self._sleep(self.end_s)
         planned_s = self.end_s
@@ -84,7 +85,7 @@ class Timeline:
 
     def _push(self) -> float:
         """Push the device's time back if the process is too late. Gives the wall clock."""
-        now_s = self._now()
+        now_s = self.now()
         late_s = now_s - self.end_s - self._slack_s
         if late_s > 0:
             self.end_s += late_s
