@@ -46,6 +46,8 @@ class Worker:
     output: str
     seats: list[tuple[int, int]] = field(default_factory=list)
     """(stage, lane) in each step."""
+    times: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Begin and end of each step, of ``time.monotonic()``."""
     samples: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     """Sample ids read, by step and then by stage."""
     pieces: Pieces = field(default_factory=list)
@@ -108,7 +110,9 @@ class SessionStandIn:
         if step in self._plans:
             self.change(self._plans[step])
         self.plan = self.attachment.route.plan
+        begin_s = time.monotonic()
         outcome = body(step)
+        self._told.times[step] = begin_s, time.monotonic()
         self.next_step = step + 1
         seat = self.attachment.route.seat
         self._told.seats.append((seat.stage, seat.lane))
@@ -203,6 +207,7 @@ class StandIn:
 
     def prepare(self, args: Any) -> dict[str, Any]:
         from megatron_elas.host.checkpoints import use_exchangeable_checkpoints
+        from megatron_elas.host.emulation import make_emulation
         from megatron_elas.host.join import join_megatron
         from megatron_elas.host.log_handover import Log
         from megatron_elas.host.requirements import check_elastic_arguments, describe_job
@@ -218,8 +223,9 @@ class StandIn:
         session: Any = SessionStandIn(self.worker, self.transport, communicator, self._plans, self._told)
         log = Log(self.worker, self._folder, lambda: session.coming_activity)
         session.attachment, arguments = join_megatron(
-            args, job, initial_plan(job, {}), self.transport, communicator, session, lambda *place: None, log
-        )
+            args, job, initial_plan(job, {}), self.transport, communicator, session, lambda *place: None, log,
+            make_emulation(args, self.worker, self._folder),
+        )  # fmt: skip
         self.session = session
         return arguments
 

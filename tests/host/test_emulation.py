@@ -1,0 +1,150 @@
+"""Megatron on emulated accelerators computes what it always computes, and takes the time of its layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_elas.host.emulation import OPTIONS, check_flags, settle_emulation
+from megatron_elas.planner.cost_model import estimate_job
+from megatron_elas.planner.job_costs import JobCosts
+from megatron_elas.planner.plan import initial_plan, predict_step_s
+from megatron_elas.planner.time_model import find_hardware, spread_layers
+from megatron_elas.spec.errors import BadUsage
+from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.job_profile import load_job
+from megatron_elas.spec.plan import ElasticPlan
+from tests.host.restage_jobs import BATCH, UNTIED, Worker, losses, make_plan, run_job, states
+
+SPEED = 20
+EMULATED = ("--elastic-emulate=npu-96", "--elastic-emulate-model=llama2-7b", f"--elastic-emulate-speed={SPEED}")
+PP2 = ("--pipeline-model-parallel-size=2", UNTIED)
+STEPS, CHANGE_AT = 4, 2
+WITHOUT_ONE = make_plan(1, [[[0], [1]], [[2]]], [(0, 3), (3, 4)])
+RECOMPUTE = ("--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1")
+TWO_LANES = make_plan(1, [[[0, 1], [2, 3]], [[4, 5]]], [(0, 3), (3, 4)])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _megatron() -> None:
+    """Imported before workers are forked, because it takes seconds."""
+    import megatron.training  # noqa: F401
+
+
+def predict(plans: Sequence[ElasticPlan], rows: int) -> float:
+    """Seconds that all these steps take at least."""
+    cluster = find_hardware("npu-96", 8)
+    profile = load_job("llama2-7b")
+    job = JobSpec(
+        tensor_parallel=1,
+        pipeline_parallel=2,
+        data_parallel=rows,
+        micro_batch_size=1,
+        num_microbatches=BATCH,
+        stage_layers=(2, 2),
+    )
+    cost = spread_layers(estimate_job(profile, cluster), 4)
+    costs = replace(JobCosts.of(profile, cluster), cost=cost, link=cluster.inside)
+    return sum(predict_step_s(job, plan or initial_plan(job, {}), costs) for plan in plans) / SPEED
+
+
+def read_emulation(attached: Any) -> dict[str, Any]:
+    """Operations of all steps but the first, by kind."""
+    return {error.kind: (error.count, error.asked_s) for error in attached.emulation.device.errors.summarize()}
+
+
+def elapsed_s(workers: Sequence[Worker], steps: int) -> float:
+    """From the first worker's begin of the first step to the last one's end of the last."""
+    return max(w.times[steps - 1][1] for w in workers if steps - 1 in w.times) - min(w.times[0][0] for w in workers)
+
+
+@pytest.mark.process
+def test_training_is_the_same_bit_for_bit_and_takes_at_least_the_modelled_time(tmp_path: Path) -> None:
+    plans = {CHANGE_AT: WITHOUT_ONE}
+    calm = run_job(tmp_path / "calm", PP2, 4, plans, steps=STEPS)
+    run = run_job(tmp_path / "run", (*PP2, *EMULATED), 4, plans, steps=STEPS, look=read_emulation)
+    assert losses(run) == losses(calm) and len(losses(calm)) == STEPS
+    ours, theirs = states(run), states(calm)
+    assert ours.keys() == theirs.keys() and all(bool((ours[key] == theirs[key]).all()) for key in theirs)
+    # Step 1 with two layers a stage and four micro-batches a cell, steps 2 and 3 under the new plan.
+    assert [run[worker].found["layer forward"][0] for worker in (0, 1, 2)] == [2 * 4 + 2 * 3 * 4] * 2 + [2 * 4 + 2 * 8]
+    for worker in (0, 1, 2):
+        found = run[worker].found
+        assert found["layer forward"][0] == found["layer backward"][0]
+        assert found["layer backward"][1] == pytest.approx(2 * found["layer forward"][1], rel=0.02)
+        assert found["update"][0] == STEPS - 1
+    assert run[0].found["embedding forward"][0] == run[0].found["embedding backward"][0] == 3 * 4
+    assert run[2].found["head forward"][0] == run[2].found["head backward"][0] == 4 + 2 * 8
+    assert "head forward" not in run[0].found and "embedding forward" not in run[2].found
+    assert elapsed_s(run, STEPS) >= predict([None, None, WITHOUT_ONE, WITHOUT_ONE], 2)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "workers", "plan"),
+    [
+        pytest.param((*PP2, *RECOMPUTE), 4, WITHOUT_ONE, id="recompute"),
+        pytest.param(PP2[:1], 4, WITHOUT_ONE, id="tied"),
+        pytest.param(
+            (*PP2, "--tensor-model-parallel-size=2", "--sequence-parallel", "--bf16", "--overlap-grad-reduce"),
+            8,
+            TWO_LANES,
+            id="tp2-sp-bf16",
+        ),
+    ],
+)
+def test_training_is_the_same_under_further_flags(
+    flags: tuple[str, ...], workers: int, plan: ElasticPlan, tmp_path: Path
+) -> None:
+    plans = {CHANGE_AT: plan}
+    calm = run_job(tmp_path / "calm", flags, workers, plans, steps=STEPS)
+    run = run_job(tmp_path / "run", (*flags, *EMULATED), workers, plans, steps=STEPS, look=read_emulation)
+    assert losses(run) == losses(calm) and len(losses(calm)) == STEPS
+    ours, theirs = states(run), states(calm)
+    assert ours.keys() == theirs.keys() and all(bool((ours[key] == theirs[key]).all()) for key in theirs)
+    passes = {kind: count for kind, (count, _) in run[0].found.items()}
+    again = 2 if RECOMPUTE[0] in flags else 1
+    assert passes["layer forward"] == again * passes["layer backward"] == again * (2 * 4 + 2 * 3 * 4)
+    assert elapsed_s(run, STEPS) >= predict([None, None, plan, plan], 2)
+
+
+def arguments(**changes: Any) -> SimpleNamespace:
+    values = {"elastic_emulate": "npu-96", "world_size": 4, "use_distributed_optimizer": True}
+    return SimpleNamespace(**(values | dict.fromkeys(OPTIONS.values()) | changes))
+
+
+def test_nothing_is_emulated_without_the_flag() -> None:
+    assert settle_emulation(arguments(elastic_emulate=None)) is None
+    check_flags(arguments(elastic_emulate=None))
+
+
+@pytest.mark.parametrize(("flag", "name"), OPTIONS.items())
+def test_flags_that_say_more_need_the_first_one(flag: str, name: str) -> None:
+    with pytest.raises(BadUsage, match=re.escape(f"{flag} needs --elastic-emulate")):
+        check_flags(arguments(**{"elastic_emulate": None, name: "1"}))
+
+
+@pytest.mark.parametrize(
+    ("platform", "here", "changes", "text"),
+    [
+        ("cuda", "4", {}, "this machine has 'cuda': leave it out"),
+        ("cpu", "2", {}, "here are 2 of 4: start the job with one node"),
+        ("cpu", "4", {"num_experts": 8}, "does not cover --num-experts"),
+        ("cpu", "4", {"use_distributed_optimizer": False}, "needs --use-distributed-optimizer"),
+        ("cpu", "4", {"elastic_emulate": "abacus"}, "there is no 'abacus' in configs/devices"),
+    ],
+)
+def test_runs_that_cannot_be_emulated_are_refused(
+    platform: str, here: str, changes: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_elas.host.emulation.detect", lambda: platform)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+    with pytest.raises(BadUsage, match=text):
+        settle_emulation(arguments(**changes))
