@@ -98,6 +98,7 @@ def run_elastic(
     log_dir: Path,
     *,
     measured: bool = False,
+    preload: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> Run:
     """A whole job under elasrun; ends the program when the job fails.
@@ -107,11 +108,12 @@ def run_elastic(
         flags: For the training script.
         log_dir: Made by elasrun.
         measured: Run ``measured_worker.py``, which measures and prints, in the place of ``megatron_elas.pretrain_gpt``.
+        preload: Fork the workers, which is faster with many; measured ones always are.
         environ: Additions to the environment.
     """
-    target = ["-m", "megatron_elas.pretrain_gpt"]
-    if measured:
-        target = ["--preload", "megatron_elas.pretrain_gpt:preload", str(MEASURED_WORKER)]
+    target = [str(MEASURED_WORKER)] if measured else ["-m", "megatron_elas.pretrain_gpt"]
+    if measured or preload:
+        target = ["--preload", "megatron_elas.pretrain_gpt:preload", *target]
     command = [sys.executable, "-m", "megatron_elas.cli.elasrun", "--nproc-per-node", str(workers)]
     process = subprocess.Popen(
         [*command, "--log-dir", str(log_dir), *target, *flags],

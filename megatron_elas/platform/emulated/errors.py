@@ -22,8 +22,9 @@ class OpError:
     """Median."""
     achieved_s: float
     """Median."""
-    median_error_s: float
+    mean_error_s: float
     """Of the distances between asked and achieved."""
+    median_error_s: float
     p95_error_s: float
     late_s: float
     """Median of the time from planned to real end."""
@@ -61,6 +62,7 @@ class ErrorLog:
             count=self._counts[kind],
             asked_s=statistics.median(each.asked_s for each in ran),
             achieved_s=statistics.median(each.achieved_s for each in ran),
+            mean_error_s=sum(errors) / len(errors),
             median_error_s=statistics.median(errors),
             p95_error_s=_percentile(errors, 0.95),
             late_s=statistics.median(late),
