@@ -116,19 +116,12 @@ def measure(grid: Grid, emulated: Emulated, steps: int, folder: Path) -> None:
         f"step: predicted {predicted_s * 1e3:.1f} ms, measured "
         f"{', '.join(f'{seconds * 1e3:.1f}' for seconds in measured_s)}"
     )
-    off, asked = (sum(error.count * value(error) for error in errors) for value in (_mean_error, _asked))
-    print_result(f"emulation_error@{grid.workers}", off / asked, "ratio", 4)
+    off_s = sum(error.count * error.mean_error_s for error in errors)
+    asked_s = sum(error.count * error.asked_s for error in errors)
+    print_result(f"emulation_error@{grid.workers}", off_s / asked_s, "ratio", 4)
     late = max(error.p95_late_s for error in errors if error.kind.startswith("layer"))
     print_result(f"emulation_late_p95_ms@{grid.workers}", late * 1e3, "ms", 2)
     print_result(f"emulation_step_error@{grid.workers}", statistics.median(measured_s) / predicted_s - 1, "ratio", 4)
-
-
-def _mean_error(error: OpError) -> float:
-    return error.mean_error_s
-
-
-def _asked(error: OpError) -> float:
-    return error.asked_s
 
 
 def describe_kind(errors: Sequence[OpError]) -> list[str]:
