@@ -15,7 +15,9 @@ import functools
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,9 @@ from megatron_elas.host.requirements import describe_job
 from megatron_elas.host.shape import describe_model, describe_training, find_uncovered, launch_layers
 from megatron_elas.planner.cost_model import estimate_job
 from megatron_elas.planner.plan import initial_plan
-from megatron_elas.planner.time_model import find_hardware, spread_layers, tail_s
+from megatron_elas.planner.time_model import Tail, find_hardware, spread_layers, stage_tails
 from megatron_elas.platform.detect import detect
-from megatron_elas.platform.emulated.board import Board
+from megatron_elas.platform.emulated.board import Board, set_clock
 from megatron_elas.platform.emulated.device import EmulatedDevice
 from megatron_elas.platform.emulated.errors import describe_errors
 from megatron_elas.platform.emulated.links import LinkTimes
@@ -157,7 +159,8 @@ class Emulation:
         self._board = board
         self._chained = board is not None
         self.follow(lambda: job.plan)
-        self._tail: tuple[int, float] = (-1, 0.0)
+        self.optimizing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        """Entered while the optimizer's own time passes."""
         self._steps = 0
         self._warned = False
 
@@ -189,9 +192,13 @@ class Emulation:
     def updated(self) -> None:
         """The optimizer's own work of a step is done."""
         plan = self._plan()
-        if self._tail[0] != plan.epoch:
-            self._tail = plan.epoch, self._tail_s(plan)
-        self.device.run_update(self._tail[1], plan.placement.workers)
+        tails = self._tails(plan)
+        own = tails[plan.placement.seat(self.worker).stage]
+        begin_s = self.device.begin_update(plan.placement.workers)
+        self.device.run("exchange", own.exchange_s)
+        with self.optimizing():
+            self.device.run("optimizer", own.optimizer_s)
+        self.device.idle_until(begin_s, max(tail.seconds for tail in tails))
         self._steps += 1
         asked_s, slow_s = self.device.overrun()
         if self._steps == 1:  # longer than any other
@@ -204,11 +211,11 @@ class Emulation:
                 self.worker, 1e3 * slow_s, 1e3 * asked_s,
             )  # fmt: skip
 
-    def _tail_s(self, plan: ElasticPlan) -> float:
+    def _tails(self, plan: ElasticPlan) -> tuple[Tail, ...]:
         stages = plan.placement.stages
         links = [self._slowest_link([cell.workers[0] for cell in stage]) for stage in stages]
         cuts = [0, *(last for _, last in plan.layers)]
-        return tail_s(self.job.cost, cuts, links, [len(stage) for stage in stages])
+        return stage_tails(self.job.cost, cuts, links, [len(stage) for stage in stages])
 
     def _slowest_link(self, workers: list[int]) -> Link:
         cluster = self.job.cluster
@@ -234,6 +241,12 @@ class Emulation:
         self.device.begin_pass()
 
     # ------------------------------------------------------------ life
+
+    def set_clock(self, clock: float) -> float:
+        """Have the device run at the next setting that is no slower than this clock, after its latency. Gives it."""
+        assert self._board is not None, "clocks need the board of an elastic job"
+        clocks = self.job.cluster.device.clock
+        return set_clock(self._board, self.worker, clock, clocks, time.monotonic(), self.job.speed)
 
     def follow(self, plan: Callable[[], ElasticPlan]) -> None:
         """Take layers and seats from this plan, which may change."""

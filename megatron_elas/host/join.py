@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -66,7 +67,12 @@ def join_megatron(
     )
     keep_data_parallel_size_logical(job.data_parallel)
     route = Route(plan, session.worker)
-    timer = StepTimer(session.worker, tell)
+    if emulation is None:
+        timer = StepTimer(session.worker, tell)
+    else:
+        device = emulation.device
+        timer = StepTimer(session.worker, lambda report: tell(replace(report, clock=device.clock)))
+        emulation.optimizing = timer.optimizing
     attached = Attachment(
         worker=session.worker,
         job=job,

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_elas.spec.cluster import Cluster, Link, load_cluster
 from megatron_elas.spec.cost import JobCost, UnitCost, Work
@@ -78,8 +79,21 @@ def spread_layers(cost: JobCost, num_layers: int) -> JobCost:
     return replace(cost, layers=tuple(layers))
 
 
-def tail_s(cost: JobCost, cuts: Sequence[int], links: Sequence[Link], widths: Sequence[int]) -> float:
-    """Seconds from the last gradient of a step to the next step: the longest reduction, update and gather of any stage.
+class Tail(NamedTuple):
+    """What a stage does from its last gradient of a step to the next step."""
+
+    exchange_s: float
+    """Reduction of gradients and gather of parameters, among its cells."""
+    optimizer_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Of both."""
+        return self.exchange_s + self.optimizer_s
+
+
+def stage_tails(cost: JobCost, cuts: Sequence[int], links: Sequence[Link], widths: Sequence[int]) -> tuple[Tail, ...]:
+    """What stages do after their passes; the norm of the gradients lets none of them go on before the slowest one.
 
     Args:
         cost: Of the job.
@@ -92,8 +106,8 @@ def tail_s(cost: JobCost, cuts: Sequence[int], links: Sequence[Link], widths: Se
         parameters = cost.parameters(first, last)
         reduced = link.ring_s(parameters * cost.gradient_bytes, cells)
         gathered = link.ring_s(parameters * cost.weight_bytes, cells)
-        tails.append(reduced + cost.optimizer_s(first, last, cells) + gathered)
-    return max(tails)
+        tails.append(Tail(exchange_s=reduced + gathered, optimizer_s=cost.optimizer_s(first, last, cells)))
+    return tuple(tails)
 
 
 def _merge(parts: Sequence[tuple[UnitCost, Fraction]]) -> UnitCost:

@@ -31,7 +31,7 @@ def test_errors_are_read_as_the_workers_write_them(bench: Any, tmp_path: Path) -
     wall = Wall(late_s=0.001)
     device = EmulatedDevice(0, timeline=Timeline(wall.now, wall.sleep))
     for _ in range(3):
-        device.run_update(0.01)
+        device.run("update", 0.01)
     (error,) = device.errors.summarize()
     for worker in (0, 10):
         (tmp_path / f"errors.{worker}").write_text(json.dumps(asdict(error)) + "\n")

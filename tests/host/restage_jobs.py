@@ -224,7 +224,7 @@ class StandIn:
         log = Log(self.worker, self._folder, lambda: session.coming_activity)
         session.attachment, arguments = join_megatron(
             args, job, initial_plan(job, {}), self.transport, communicator, session, lambda *place: None, log,
-            make_emulation(args, self.worker, self._folder),
+            emulation=make_emulation(args, self.worker, self._folder),
         )  # fmt: skip
         self.session = session
         return arguments

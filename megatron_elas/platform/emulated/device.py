@@ -48,15 +48,27 @@ class EmulatedDevice:
         """
         clock = self.clock
         seconds = sum(work.seconds(samples, clock) for unit in units for work in _works(unit, kind))
-        self._run(f"{name} {kind}", seconds)
+        self.run(f"{name} {kind}", seconds)
         if self._board is not None and kind != "forward":
             self._board.computed(self._worker, self.timeline.end_s)
 
-    def run_update(self, seconds: float, others: Collection[int] = ()) -> None:
-        """What follows the passes of a step takes its time, from when all these workers have computed theirs."""
-        if self._board is not None and others:
+    def begin_update(self, others: Collection[int]) -> float:
+        """What follows the passes of a step begins, when all these workers have computed theirs. Gives the time."""
+        if self._board is None:
+            self.timeline.start_anew()
+        else:
             self.timeline.wait_for(max(map(self._board.computed_s, others)))
-        self._run("update", seconds)
+        return self.timeline.end_s
+
+    def run(self, name: str, seconds: float) -> None:
+        """Something else takes its time; its real work is done."""
+        ran = self.timeline.run(seconds / self._speed)
+        self.errors.add(name, ran)
+        self._asked_s += ran.asked_s
+
+    def idle_until(self, begin_s: float, seconds: float) -> None:
+        """Nothing can be done before so long after the time that ``begin_update`` gave."""
+        self.timeline.wait_for(begin_s + seconds / self._speed)
 
     def sends(self, tag: int) -> None:
         """What was computed last is about to be sent as a message with this tag."""
@@ -77,11 +89,6 @@ class EmulatedDevice:
         asked_s, pushed_s = self._asked_s, self.timeline.pushed_s - self._pushed_s
         self._asked_s, self._pushed_s = 0.0, self.timeline.pushed_s
         return asked_s, pushed_s
-
-    def _run(self, name: str, seconds: float) -> None:
-        ran = self.timeline.run(seconds / self._speed)
-        self.errors.add(name, ran)
-        self._asked_s += ran.asked_s
 
 
 def _works(unit: UnitCost, kind: str) -> tuple[Work, ...]:

@@ -67,8 +67,12 @@ def test_an_update_starts_when_all_gradients_are_there(tmp_path: Path) -> None:
     fast.run_pass("layer", "backward", (LAYER,), 1)
     slow.run_pass("layer", "backward", (LAYER,), 2)
     slow.run_pass("layer", "forward", (LAYER,), 1)
-    fast.run_update(0.5, (0, 1))
+    begin_s = fast.begin_update((0, 1))
+    assert begin_s == first.now_s == pytest.approx(103.0)
+    fast.run("optimizer", 0.5)
     assert first.now_s == pytest.approx(103.5)
+    fast.idle_until(begin_s, 0.75)
+    assert first.now_s == pytest.approx(103.75)
     board.close()
 
 
@@ -87,7 +91,7 @@ def test_errors_are_told_by_kind() -> None:
     device = make(wall)
     for _ in range(20):
         device.run_pass("layer", "forward", (LAYER,), 1)
-    device.run_update(1.0)
+    device.run("update", 1.0)
     forward, update = device.errors.summarize()
     assert (forward.kind, forward.count, update.kind, update.count) == ("layer forward", 20, "update", 1)
     assert forward.asked_s == forward.achieved_s == pytest.approx(0.875)
