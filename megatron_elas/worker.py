@@ -73,6 +73,7 @@ class Worker:
                 job=self.job,
                 shape=shape,
                 training=training,
+                emulated=None if emulation is None else emulation.time,
             ),
             environment.heartbeat_s,
             self._cancel,
@@ -123,7 +124,7 @@ class Worker:
             here = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
             print(f"megatron_elas: {check_node_memory(args, self.job, plan, here, read_available())}", flush=True)
             if self._emulation is not None:
-                print(f"megatron_elas: {self._emulation.job.sentence}", flush=True)
+                print(f"megatron_elas: {self._emulation}", flush=True)
 
     def finish(self) -> None:
         """Leave after the end of training."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from megatron_elas.control.launch import CostSource, Launch
 from megatron_elas.planner.job_costs import JobCosts
 from megatron_elas.planner.profile import fit_cost
+from megatron_elas.planner.time_model import make_time_model
 from megatron_elas.spec.cluster import load_cluster
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.job_profile import JobProfile
@@ -49,7 +50,11 @@ class Costing:
             return Reckoning(costs=None, source="profile")
         if self._estimate is None:
             # Clocks are part of a plan only where somebody sets them; no runtime of ours does.
-            self._estimate = replace(JobCosts.of(profile, load_cluster(self._cluster)), clock=None)
+            if profile.emulated is None:
+                costs = JobCosts.of(profile, load_cluster(self._cluster))
+            else:
+                costs = make_time_model(profile, profile.emulated).costs
+            self._estimate = replace(costs, clock=None)
         estimate = self._estimate
         reports = [report for report in reports if report.passes]
         if self._source == "profile" or not reports:

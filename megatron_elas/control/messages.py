@@ -12,6 +12,7 @@ import msgspec
 
 from megatron_elas.control.launch import Launch
 from megatron_elas.control.plan_text import PlanText, pack_plan, unpack_plan
+from megatron_elas.spec.emulation import EmulatedTime
 from megatron_elas.spec.events import WorkerLost
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan, Settlement
@@ -47,6 +48,7 @@ class Hello(Message, kw_only=True):
     shape: ModelShape | None = None
     """Of the model; None: with flags that ``host.shape`` does not cover. Costs of its layers follow from it."""
     training: TrainingShape | None = None
+    emulated: EmulatedTime | None = None
 
 
 class HelloAgain(Message, kw_only=True):

@@ -65,7 +65,9 @@ class Roster:
         hello = next(iter(self.hellos.values()), None)
         if hello is None or hello.shape is None or hello.training is None:
             return None
-        return JobProfile(name="job", spec=hello.job, shape=hello.shape, training=hello.training)
+        return JobProfile(
+            name="job", spec=hello.job, shape=hello.shape, training=hello.training, emulated=hello.emulated
+        )
 
     @property
     def survivors(self) -> tuple[int, ...]:

@@ -21,7 +21,8 @@ from megatron_elas.host.argument_checks import check_arguments, check_save
 from megatron_elas.host.argument_files import expand_files
 from megatron_elas.host.arguments import add_dry_run_argument
 from megatron_elas.host.cpu_defaults import missing_defaults
-from megatron_elas.host.emulation import check_flags, emulated_stock_run
+from megatron_elas.host.emulation import check_flags
+from megatron_elas.host.emulation_seams import emulated_stock_run
 from megatron_elas.host.gpt_data import provide_datasets
 from megatron_elas.host.gpt_step import forward_step, get_embedding_ranks
 from megatron_elas.platform.detect import PlatformName

@@ -11,7 +11,7 @@ from megatron.core import mpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.arguments import core_transformer_config_from_args
 
-from megatron_elas.host import elastic_seams, patching
+from megatron_elas.host import elastic_seams, emulation_seams, patching
 from megatron_elas.host.attachment import Attachment, attach
 from megatron_elas.host.emulation import Emulation
 from megatron_elas.host.gpt_step import get_embedding_ranks
@@ -94,7 +94,7 @@ def join_megatron(
     if emulation is not None:
         emulation.follow(lambda: route.plan)
         attached.pipeline.times = emulation
-        emulation.attach()
+        emulation_seams.attach(emulation, elastic=True)
     return attached, {
         "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
         "p2p_communicator": attached.pipeline,

@@ -18,7 +18,7 @@ ROW_MODULES = (
     "megatron_elas.host.cpu_fixes",
     "megatron_elas.host.upstream_fixes",
     "megatron_elas.host.elastic_seams",
-    "megatron_elas.host.emulation",
+    "megatron_elas.host.emulation_seams",
     "megatron_elas.host.script",
 )
 """Host modules with a tuple ``ROWS``."""

@@ -3,20 +3,111 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_elas.planner.cost_model import estimate_job
+from megatron_elas.planner.job_costs import JobCosts
 from megatron_elas.spec.cluster import Cluster, Link, load_cluster
 from megatron_elas.spec.cost import JobCost, UnitCost, Work
 from megatron_elas.spec.device import load_device
+from megatron_elas.spec.emulation import EmulatedTime
 from megatron_elas.spec.errors import BadUsage
+from megatron_elas.spec.job_profile import JobProfile, load_job
 from megatron_elas.spec.tables import configs_folder, read_table
 
 INSTANT = Link(bandwidth=1e30, latency_s=0.0)
 """Between devices of which nothing is known but what they are themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeModel:
+    """What an emulated run takes."""
+
+    cluster: Cluster
+    model: str
+    """Name of the model whose time is taken."""
+    cost: JobCost
+    """Of real devices, over as many layers as the run's model has."""
+    waits: JobCost
+    """The same, without forward passes that are run again for recomputation: the run does so itself."""
+    growth: float
+    """Parameters of the model whose time is taken, for one of the run's."""
+    speed: float
+    workers: int
+
+    @property
+    def costs(self) -> JobCosts:
+        """What the run's plans are reckoned with: times as they pass, memory of the real devices."""
+        device, cluster, speed = self.cluster.device, self.cluster, self.speed
+        link = cluster.inside if self.workers <= cluster.devices_per_node else cluster.between
+        return JobCosts(
+            cost=_hasten(self.cost, speed),
+            memory_bytes=device.usable_bytes,
+            link=Link(bandwidth=link.bandwidth * speed, latency_s=link.latency_s / speed),
+            clock=device.clock,
+            power=device.power,
+        )
+
+
+def make_time_model(own: JobProfile, emulated: EmulatedTime) -> TimeModel:
+    """The times of an emulated run.
+
+    Args:
+        own: The run itself.
+        emulated: Whose time it takes.
+
+    Raises:
+        BadUsage: A profile is not there, cannot be used, or is too small.
+    """
+    workers = own.spec.world_size
+    cluster = find_hardware(emulated.hardware, workers)
+    model = own if emulated.model is None else load_job(emulated.model)
+    cost = estimate_job(model, cluster)
+    waits, again = cost, own.training.recompute == "full"
+    if again:
+        once, twice = (
+            estimate_job(replace(model, training=replace(model.training, recompute=recompute)), cluster)
+            for recompute in ("none", "full")
+        )
+        waits, cost = once, twice
+    return TimeModel(
+        cluster=cluster,
+        model=model.name,
+        cost=spread_layers(cost, own.num_layers),
+        waits=spread_layers(waits, own.num_layers),
+        growth=_parameters(cost) / _parameters(estimate_job(own, cluster)),
+        speed=emulated.speed,
+        workers=workers,
+    )
+
+
+def _parameters(cost: JobCost) -> int:
+    return cost.parameters(0, cost.num_layers)
+
+
+def _hasten(cost: JobCost, speed: float) -> JobCost:
+    hastened = {id(unit): _hasten_unit(unit, speed) for unit in cost.units(0, cost.num_layers)}
+    return replace(
+        cost,
+        embedding=hastened[id(cost.embedding)],
+        layers=tuple(hastened[id(layer)] for layer in cost.layers),
+        head=hastened[id(cost.head)],
+        loss=hastened[id(cost.loss)],
+    )
+
+
+def _hasten_unit(unit: UnitCost, speed: float) -> UnitCost:
+    return replace(
+        unit,
+        forward=unit.forward.scaled(1 / speed),
+        input_gradient=unit.input_gradient.scaled(1 / speed),
+        weight_gradient=unit.weight_gradient.scaled(1 / speed),
+        optimizer_s=unit.optimizer_s / speed,
+    )
 
 
 def find_hardware(name: str, num_devices: int) -> Cluster:

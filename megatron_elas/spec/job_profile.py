@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_elas.spec.emulation import EmulatedTime
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.shape import ModelShape, TrainingShape
@@ -19,6 +20,8 @@ class JobProfile:
     spec: JobSpec
     shape: ModelShape
     training: TrainingShape
+    emulated: EmulatedTime | None = None
+    """None: the job takes its own time."""
 
     @property
     def num_layers(self) -> int:

@@ -10,7 +10,9 @@ from megatron_elas.config import ControlTimeouts
 from megatron_elas.control.costing import Costing
 from megatron_elas.control.launch import CostSource, Launch
 from megatron_elas.planner.job_costs import JobCosts
+from megatron_elas.planner.time_model import make_time_model
 from megatron_elas.spec.cluster import load_cluster
+from megatron_elas.spec.emulation import EmulatedTime
 from megatron_elas.spec.job_profile import load_job
 from megatron_elas.spec.step_report import PassTotal, StepReport
 
@@ -74,3 +76,9 @@ def test_of_an_unknown_model_there_are_no_costs() -> None:
 def test_the_profile_of_cpus_costs_a_small_job_something() -> None:
     found = costing(cluster="cpu").reckon(PROFILE, []).costs
     assert found is not None and found.cost.stage_times(0, 1).sample_s > 0 and found.power is None
+
+
+def test_an_emulated_job_is_reckoned_with_what_it_emulates() -> None:
+    emulated = EmulatedTime(hardware="npu-96", model="llama2-13b", speed=5.0)
+    found = costing(cluster="cpu").reckon(replace(PROFILE, emulated=emulated), [])
+    assert found.costs == replace(make_time_model(PROFILE, emulated).costs, clock=None)

@@ -10,11 +10,12 @@ import pytest
 from megatron_elas.planner.cost_model import estimate_job, stage_durations
 from megatron_elas.planner.job_costs import JobCosts
 from megatron_elas.planner.plan import initial_plan, predict_step_s
-from megatron_elas.planner.time_model import INSTANT, find_hardware, spread_layers, stage_tails
+from megatron_elas.planner.time_model import INSTANT, find_hardware, make_time_model, spread_layers, stage_tails
 from megatron_elas.schedule.items import whole_micro_batches
 from megatron_elas.schedule.one_f_one_b import one_f_one_b
 from megatron_elas.schedule.timing import Durations, time_schedule
 from megatron_elas.spec.cost import JobCost
+from megatron_elas.spec.emulation import EmulatedTime
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.job_profile import load_job
 
@@ -88,3 +89,23 @@ def test_what_is_not_there_or_too_small_is_refused() -> None:
         find_hardware("npu-96", 97)
     with pytest.raises(BadUsage, match=r"there is no 'abacus' in configs/devices"):
         find_hardware("abacus", 4)
+
+
+def test_a_run_is_reckoned_with_the_times_that_it_takes() -> None:
+    own = load_job("llama2-13b")
+    model = make_time_model(own, EmulatedTime(hardware="npu-96", model="llama2-7b", speed=10.0))
+    costs, real = model.costs, spread_layers(COST, 40)
+    assert model.growth == pytest.approx(COST.parameters(0, 32) / estimate_job(own, CLUSTER).parameters(0, 40))
+    assert model.waits == model.cost == real
+    assert pass_times(costs.cost)[:4] == pytest.approx([seconds / 10 for seconds in pass_times(real)[:4]])
+    assert costs.link.transfer_s(1e9) == pytest.approx(CLUSTER.between.transfer_s(1e9) / 10)
+    assert costs.memory_bytes == CLUSTER.device.usable_bytes
+
+
+def test_forward_passes_that_the_run_repeats_itself_are_not_waited_for_twice() -> None:
+    own = load_job("llama2-7b")
+    own = replace(own, training=replace(own.training, recompute="full"))
+    model = make_time_model(own, EmulatedTime(hardware="npu-96"))
+    waits, costs = model.waits.layers[0], model.cost.layers[0]
+    assert waits == COST.layers[0]
+    assert costs.full_backward_s == pytest.approx(waits.full_backward_s + waits.forward.seconds(1))
