@@ -20,7 +20,7 @@ RUN := "$(or $(USE_PYTHON),$(VENV)/bin/python)"
 # Folders without torch, checked strictly; those that exist.
 TYPED := $(wildcard $(addprefix megatron_elas/,spec schedule planner simulator control cli config.py prerequisites.py proof.py))
 
-.PHONY: help native demo test test-all check lint types imports format campaign soak bench-communicator bench-recovery bench-detection bench-goodput bench-planner bench-transaction venv clean distclean
+.PHONY: help native demo test test-all check lint types imports format campaign soak bench-communicator bench-recovery bench-detection bench-emulation bench-goodput bench-planner bench-transaction venv clean distclean
 
 help:
 	@echo "make demo                train a tiny Llama, lose a worker, watch it go on"
@@ -34,6 +34,7 @@ help:
 	@echo "make bench-detection     from a killed or stopped worker to its agent's notice"
 	@echo "make bench-planner       predicted throughput after losses: our planner against other policies; time of a plan"
 	@echo "make bench-goodput       simulated weeks of failures: our policy against others, from 96 devices to a million"
+	@echo "make bench-emulation     emulated accelerators: how well operations and steps keep to their times"
 	@echo "make clean               remove caches and build files;  make distclean: the environment too"
 
 # The C libraries of this checkout; quick when up to date. Without a compiler, Python code takes their place.
@@ -89,6 +90,9 @@ bench-planner: venv
 
 bench-goodput: venv
 	@$(RUN) benchmarks/goodput.py $(ARGS)
+
+bench-emulation: native
+	@$(RUN) benchmarks/emulation.py $(ARGS)
 
 venv:
 	@$(if $(USE_PYTHON),:,scripts/setup_venv.sh)
