@@ -135,10 +135,11 @@ class Emulation:
         self._warned = False
 
     def __str__(self) -> str:
-        model, speed = self.model, self.time.speed
+        model, cluster, speed = self.model, self.model.cluster, self.time.speed
+        faster = f", {speed:g} times as fast" if speed != 1 else ""
         return (
-            f"{model.workers} workers emulate {model.cluster.device.name} of {model.cluster.name} with the layers' "
-            + (f"times of {model.model}" + (f", {speed:g} times as fast" if speed != 1 else ""))
+            f"{model.workers} workers emulate {cluster.device.name} of {cluster.name} with the layers' times of "
+            f"{model.model}{faster}"
         )
 
     # ------------------------------------------------------------ what takes time
@@ -231,8 +232,8 @@ class Emulation:
         self._epoch = -1
 
     def begin_step(self) -> None:
-        """A step begins. The first one, and one after a recovery, begins now: what came before is real."""
-        if self._epoch != self._plan().epoch:
+        """A step begins. The first one, and one after a recovery or a save, begins now: what came before is real."""
+        if self._epoch != self._plan().epoch or self.device.timeline.is_behind:
             self._epoch = self._plan().epoch
             self.device.begin_pass()
 

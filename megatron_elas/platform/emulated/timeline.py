@@ -60,6 +60,11 @@ class Timeline:
         now_s = self._ready_s = self._began_s = self.now()
         self.end_s = max(self.end_s, now_s)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the device has been idle for longer than a process may be late."""
+        return self.now() - self.end_s > self._slack_s
+
     def wait_for(self, at_s: float) -> None:
         """What the next operation needs arrives at this time; sleep until then."""
         self.end_s = max(self.end_s, at_s)

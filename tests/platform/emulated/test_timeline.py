@@ -107,6 +107,18 @@ def test_what_is_late_is_given_up_on_demand() -> None:
     assert timeline.end_s == pytest.approx(101.4)
 
 
+def test_a_process_that_did_something_else_is_behind() -> None:
+    wall = Wall()
+    timeline = wall.timeline(slack_s=1.0)
+    timeline.run(0.5)
+    wall.now_s += 0.9
+    assert not timeline.is_behind
+    wall.now_s += 0.2
+    assert timeline.is_behind
+    timeline.start_anew()
+    assert not timeline.is_behind and timeline.pushed_s == 0
+
+
 def test_the_real_clock_is_not_outrun() -> None:
     timeline = Timeline()
     begin_s = timeline.now()
