@@ -129,9 +129,7 @@ def sizes_of(run: Run) -> Sizes:
     return {stage: [cells[cell] for cell in sorted(cells)] for stage, cells in found.items()}
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, id=c.name, marks=() if c.quick else pytest.mark.slow) for c in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name, marks=() if c.quick else pytest.mark.slow) for c in CASES])
 def test_micro_batches_that_are_cut_and_joined_train_as_whole_ones_do(
     case: Case, documents: Path, tmp_path: Path
 ) -> None:
