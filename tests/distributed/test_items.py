@@ -62,11 +62,11 @@ class Case:
     quick: bool = False
 
 
-def flag_set(flags: str, *lost: int, tensor: int = 1, size: int, per_row: int) -> FlagSet:
-    """Two stages of three cells, micro-batches of ``size`` samples; up to two workers are lost."""
+def flag_set(flags: str, *lost: int, tensor: int = 1, pipeline: int = 2, size: int, per_row: int) -> FlagSet:
+    """Stages of three cells, micro-batches of ``size`` samples; up to two workers are lost."""
     faults = [f"kill:worker={worker}@step={2 + 2 * i},phase=backward,microbatch={i}" for i, worker in enumerate(lost)]
     return FlagSet(
-        name="", counted="answers", tensor=tensor, pipeline=2, data=3, batch=3 * size * per_row,
+        name="", counted="answers", tensor=tensor, pipeline=pipeline, data=3, batch=3 * size * per_row,
         flags=f"--micro-batch-size={size} {flags}", first=faults[0], second=faults[1] if len(faults) > 1 else "",
     )  # fmt: skip
 
@@ -76,7 +76,11 @@ MIXED = [[3, 3, 3, 3, 2], [3, 3, 3, 3, 1]]
 JOINED = [[3, 3]] * 2
 CASES = (
     Case(
-        name="reshape-first-stage", quick=True, layer_pass_s=0.1, flags=flag_set("", 0, size=2, per_row=2),
+        name="reshape-one-stage", quick=True, layer_pass_s=0.1, flags=flag_set("", 1, pipeline=1, size=2, per_row=2),
+        sizes={0: JOINED},
+    ),
+    Case(
+        name="reshape-first-stage", layer_pass_s=0.1, flags=flag_set("", 0, size=2, per_row=2),
         sizes={0: JOINED, 1: [[2, 2]] * 3},
     ),
     Case(name="reshape", layer_pass_s=0.1, flags=flag_set(LAZY, 0, 5, size=2, per_row=2), sizes={0: JOINED, 1: JOINED}),

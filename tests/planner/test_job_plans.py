@@ -89,7 +89,7 @@ def check(job: JobSpec, plan: ElasticPlan, alive: set[int], *, whole: bool) -> N
 
 
 @given(given_job=jobs_with_costs(), data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_whoever_is_lost_all_layers_and_micro_batches_are_run_as_long_as_a_cell_can_be_made(
     given_job: tuple[JobSpec, JobCosts | None], data: st.DataObject
 ) -> None:
