@@ -11,7 +11,6 @@ from megatron_elas.planner.cost_model import estimate_job, stage_durations
 from megatron_elas.planner.job_costs import JobCosts
 from megatron_elas.planner.plan import initial_plan, predict_step_s
 from megatron_elas.planner.time_model import INSTANT, find_hardware, make_time_model, spread_layers, stage_tails
-from megatron_elas.schedule.items import whole_micro_batches
 from megatron_elas.schedule.one_f_one_b import one_f_one_b
 from megatron_elas.schedule.timing import Durations, time_schedule
 from megatron_elas.spec.cost import JobCost
@@ -64,9 +63,8 @@ def test_what_follows_the_passes_is_what_the_prediction_of_a_plan_adds() -> None
     plan = initial_plan(job, {})
     cuts = (0, 1, 2, 3, 4)
     costs = replace(JobCosts.of(load_job("llama2-7b"), CLUSTER), cost=cost, link=CLUSTER.inside)
-    items = tuple(whole_micro_batches(own, 1) for own in plan.items)
-    durations: Durations = stage_durations(cost, cuts, items, link=CLUSTER.inside)
-    passes_s = time_schedule(one_f_one_b(items), durations).step_s
+    durations: Durations = stage_durations(cost, cuts, plan.items, link=CLUSTER.inside)
+    passes_s = time_schedule(one_f_one_b(plan.items), durations).step_s
     tails = stage_tails(cost, cuts, [CLUSTER.inside] * 4, [3] * 4)
     whole_s = passes_s + max(tail.seconds for tail in tails)
     assert predict_step_s(job, plan, costs) == pytest.approx(whole_s)
