@@ -191,6 +191,12 @@ def _read_inputs(flags: argparse.Namespace) -> _Inputs:
         read = read_step_reports(flags.measured)
         # The first steps under a plan are no measure of those after them.
         read = tuple(report for report in read if not report.first) or read
+        layers = max((report.last_layer for report in read if report.passes), default=begin.cost.num_layers)
+        if layers != begin.cost.num_layers:
+            raise BadUsage(
+                f"--measured {flags.measured}: its steps are of a model with {layers} layers, and --job has "
+                f"{begin.cost.num_layers}: name the job that was measured"
+            )
         try:
             fit = fit_cost(begin.cost, read)
         except BadUsage as error:

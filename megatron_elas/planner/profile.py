@@ -111,7 +111,22 @@ def _solve(rows: Sequence[_Row], common: float) -> list[float]:
             for j in range(size):
                 matrix[i][j] += shares[i] * shares[j]
             matrix[i][size] += shares[i]
-    return [max(SMALLEST, value) * common for value in _eliminate(matrix)]
+    return [value * common for value in _solve_bounded(matrix)]
+
+
+def _solve_bounded(matrix: list[list[float]]) -> list[float]:
+    """As ``_eliminate``, with no value below SMALLEST: those that would be are held there, the others fit the rest."""
+    held: set[int] = set()
+    while True:
+        free = [i for i in range(len(matrix)) if i not in held]
+        reduced = [
+            [matrix[i][j] for j in free] + [matrix[i][-1] - SMALLEST * sum(matrix[i][j] for j in held)] for i in free
+        ]
+        found = dict(zip(free, _eliminate(reduced), strict=True))
+        small = {i for i, value in found.items() if value < SMALLEST}
+        if not small:
+            return [found.get(i, SMALLEST) for i in range(len(matrix))]
+        held |= small
 
 
 def _eliminate(matrix: list[list[float]]) -> list[float]:

@@ -74,6 +74,8 @@ class Problem:
         self.flow = flow
         self.room = [limits[stage].samples + 1e-9 for stage in flow.stage_of_cell]
         self.share = [limits[stage].kept_share for stage in flow.stage_of_cell]
+        # What a sample between F and B counts: where it takes more between B and W, there must be room for that, too.
+        self.weight = [max(1.0, share) for share in self.share]
         passes = [(durations.cells[stage][place], n) for cell, n in flow.kinds for stage, place in [flow.find(cell)]]
         forward = [times.forward.seconds(n) for times, n in passes]
         back = [times.input_gradient.seconds(n) for times, n in passes]
@@ -170,7 +172,7 @@ class Run:
             item < problem.stops[cell]
             and not self._forward_missing[item]
             and self._flying[cell] < taste.ahead
-            and self._held[cell] + problem.flow.samples[item] <= problem.room[cell]
+            and self._held[cell] + problem.flow.samples[item] * problem.weight[cell] <= problem.room[cell]
         ):
             forward_s = self._forward_at[item]
         if self._backwards[cell]:
@@ -190,7 +192,7 @@ class Run:
         problem = self._problem
         end = now + problem.forward_s[item]
         self._next[cell] = item + 1
-        self._held[cell] += problem.flow.samples[item]
+        self._held[cell] += problem.flow.samples[item] * problem.weight[cell]
         self._flying[cell] += 1
         self._done(cell, "F", item, end)
         arrivals, missing, cell_of = self._forward_at, self._forward_missing, problem.flow.cell_of
@@ -213,10 +215,10 @@ class Run:
         samples = problem.flow.samples[item]
         if self.tastes[cell].split:
             self._weights[cell].append(item)
-            self._held[cell] -= samples * (1 - problem.share[cell])
+            self._held[cell] -= samples * (problem.weight[cell] - problem.share[cell])
         else:
             end += problem.weight_s[item]
-            self._held[cell] -= samples
+            self._held[cell] -= samples * problem.weight[cell]
         self._flying[cell] -= 1
         self._done(cell, "B", item, end)
         for other, delay in problem.before[item]:

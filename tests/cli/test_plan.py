@@ -251,6 +251,13 @@ def test_a_cost_of_another_model_is_refused(capsys: pytest.CaptureFixture[str], 
     assert "is of a model with 32 layers, and --job has 48: give the file that was saved for this job" in told
 
 
+def test_a_whole_jobs_plan_keeps_to_the_memory_where_samples_take_most_between_their_gradients(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert elas.main(["plan", "--job", "llama2-34b", "--cluster", "npu-96"]) == 0
+    assert "within the memory" in capsys.readouterr().out
+
+
 def test_reports_without_passes_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     steps = tmp_path / "steps.jsonl"
     report = StepReport(worker=0, epoch=0, step=0, first_layer=0, last_layer=12, cells=2, step_s=1.0)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_elas.planner.cost_model import estimate_job
-from megatron_elas.planner.profile import fit_cost
+from megatron_elas.planner.profile import SMALLEST, _solve_bounded, fit_cost
 from megatron_elas.spec.cluster import load_cluster
 from megatron_elas.spec.cost import JobCost, UnitCost
 from megatron_elas.spec.errors import BadUsage
@@ -96,3 +96,16 @@ def test_reports_of_another_model_are_refused() -> None:
     report = replace(measure(TRUTH, 24, 32, split=False), last_layer=40)
     with pytest.raises(BadUsage, match=r"layers \[24, 40\) are not within the model's 32"):
         fit_cost(ESTIMATE, [report])
+
+
+def test_factors_that_would_be_below_the_least_are_held_there_and_the_others_fit_the_rest() -> None:
+    """Against all values of a grid. Without bounds the second factor would be -2.3, and the first one 2.7."""
+    a, b = ((2.0, 1.9), (1.9, 2.0)), (1.0, 0.5)
+
+    def error(x: float, y: float) -> float:
+        return a[0][0] * x * x + 2 * a[0][1] * x * y + a[1][1] * y * y - 2 * (b[0] * x + b[1] * y)
+
+    found = _solve_bounded([[*row, right] for row, right in zip(a, b, strict=True)])
+    assert found == pytest.approx([(1.0 - 1.9 * SMALLEST) / 2.0, SMALLEST])
+    grid = [SMALLEST + step / 100 for step in range(200)]
+    assert error(*found) <= min(error(x, y) for x in grid for y in grid) + 1e-9
