@@ -11,7 +11,7 @@ or joined with another one is weighed wrongly by anything but its own tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -153,6 +153,8 @@ def test_micro_batches_that_are_cut_and_joined_train_as_whole_ones_do(
 @pytest.mark.slow
 def test_a_checkpoint_saved_under_cut_micro_batches_goes_on_in_stock_megatron(documents: Path, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == "mix")
+    # Of data in which all tokens count: stock Megatron keeps the first sample's padding for all others.
+    case = replace(case, flags=replace(case.flags, counted="mock"))
     saved, checkpoints = 6, tmp_path / "checkpoints"
     saving = ("--ckpt-format=torch_dist", f"--save={checkpoints}", f"--save-interval={saved}")
     calm = train(case, tmp_path / "calm", documents)
