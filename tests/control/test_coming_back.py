@@ -129,7 +129,7 @@ def test_a_stall_that_is_over_when_the_connection_is_back_is_not_told(monkeypatc
 
 
 def test_a_stall_that_goes_on_when_the_connection_is_back_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_elas.control.link.FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr("megatron_elas.control.link.FIRST_PAUSE_S", 0.6 * LINK_GRACE_S)
     with serving(4, timeouts=PATIENT) as served, joined(served, JOB) as members:
         link = members[2].link
         cut(served, 2)
