@@ -81,7 +81,7 @@ def initial_plan(job: JobSpec, domains: Mapping[int, str], costs: JobCosts | Non
         layers=job.launch_layers,
         items=items,
         backups=place_backups(placement, domains, job.snapshot_replicas),
-        warmups=find_order(items, job.micro_batch_size).warmups,
+        warmups=find_order(items).warmups,
     )
     return plan if costs is None else replace(plan, predicted_s=predict_step_s(job, plan, costs))
 
@@ -202,7 +202,7 @@ class _Choices:
         if key not in self._times:
             self._times[key] = _times_of(*key, situation.cost, situation.link)
         times = self._times[key]
-        order = find_order(items, situation.job.micro_batch_size, times.stages, times.links, self._known)
+        order = find_order(items, times.stages, times.links, self._known)
         filled = _filled_bytes(situation.cost, layers, items, order.warmups)
         work = Work(layers, items, order.warmups, order.step_s + times.tail_s)
         return Choice(found, work, fits and filled <= situation.memory_bytes)

@@ -1,9 +1,7 @@
 """1F1B as the running job has it: warm-ups that cannot get stuck, and the seconds of a step.
 
 The same as ``one_f_one_b_program`` and ``Program.run``, in less time: no orders are built, every cell goes through its
-own as far as it gets. ``run_items`` takes any items; ``run_1f1b`` is for whole micro-batches, on cells of a stage that
-are equally fast, and takes a tenth of the time. ``find_order`` and ``time_order`` ask ``schedule.lockstep`` first,
-which takes less still.
+own as far as it gets. ``find_order`` and ``time_order`` ask ``schedule.lockstep`` first, which takes less still.
 
 Besides its input, a stage's first forward pass may wait for all cells of the stage: they join in an all-gather of
 parameters (Megatron's ``--overlap-param-gather``) once each of them has its input. An order that gets stuck then,
@@ -23,31 +21,18 @@ from megatron_elas.schedule.timing import Deadlock, Durations
 from megatron_elas.spec.cost import PassTime, StageTimes
 from megatron_elas.spec.items import StageItems
 
-Numbers = Sequence[Sequence[Sequence[int]]]
-"""``numbers[stage][cell]``: micro-batches in the order in which the cell runs them; of every stage all of them."""
-
-
-class StagePasses(NamedTuple):
-    """Seconds of one micro-batch on a stage."""
-
-    forward_s: float
-    backward_s: float
-    sent_s: float
-    """From the end of a pass to its result's arrival at the next stage, or its gradient's from there."""
-
 
 class Order(NamedTuple):
     """1F1B of some items."""
 
     warmups: tuple[int, ...]
-    """As of ``find_item_warmups``."""
+    """As of ``find_warmups``."""
     step_s: float
     """Seconds from the first forward pass to the last gradient; 0 where nothing takes time."""
 
 
 def find_order(
     items: Sequence[StageItems],
-    size: int,
     times: Sequence[StageTimes] = (),
     links: Sequence[PassTime] = (),
     known: Known | None = None,
@@ -56,7 +41,6 @@ def find_order(
 
     Args:
         items: Of every stage and cell.
-        size: Samples of a whole micro-batch.
         times: Of every stage; empty: nothing takes time.
         links: Between stages.
         known: See ``Lockstep``.
@@ -66,7 +50,7 @@ def find_order(
     step_s = lockstep.run(stock, times, links)
     if step_s is not None:
         return Order(stock, step_s)
-    warmups = find_item_warmups(items, size)
+    warmups = find_warmups(items)
     return Order(warmups, _time(lockstep, items, warmups, times, links) if times else 0.0)
 
 
@@ -92,23 +76,18 @@ def _time(
     return step_s
 
 
-def _stock(items: Sequence[Sequence[Sequence[object]]]) -> list[int]:
+def _stock(items: Sequence[StageItems]) -> list[int]:
     return stock_warmups([len(cells) for cells in items], [max(map(len, cells)) for cells in items])
 
 
-def find_item_warmups(items: Sequence[StageItems], size: int, flow: Flow | None = None) -> tuple[int, ...]:
-    """As ``find_warmups``, for items of any samples.
+def find_warmups(items: Sequence[StageItems]) -> tuple[int, ...]:
+    """Forward passes of every stage before forward and backward take turns, whether cells join or not.
 
-    Args:
-        items: Of every stage and cell.
-        size: Samples of a whole micro-batch.
-        flow: Of the items, when there is one already.
+    Those of the stock schedule, and more where cells would wait for each other in a circle.
     """
     if runs_in_step(items):
         return tuple(range(len(items) - 1, -1, -1))
-    if flow is None and all(item.is_whole(size) for cells in items for own in cells for item in own):
-        return find_warmups([[[item.number for item in own] for own in cells] for cells in items])
-    flow = flow or Flow(items)
+    flow = Flow(items)
     for warmups in _longer(_stock(items)):
         if run_items(flow, warmups, joined=True) is not None:
             return warmups
@@ -143,17 +122,6 @@ def runs_in_step(items: Sequence[StageItems]) -> bool:
     return True
 
 
-def find_warmups(numbers: Numbers) -> tuple[int, ...]:
-    """Forward passes of every stage before forward and backward take turns, whether cells join or not.
-
-    Those of the stock schedule, and more where cells would wait for each other in a circle.
-    """
-    for warmups in _longer(_stock(numbers)):
-        if run_1f1b(numbers, warmups, joined=True) is not None:
-            return warmups
-    raise AssertionError
-
-
 def _longer(stock: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """These warm-ups, and ever longer ones, the more so the more stages follow.
 
@@ -161,109 +129,6 @@ def _longer(stock: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """
     for more in count():
         yield tuple(ahead + more * (len(stock) - 1 - stage) for stage, ahead in enumerate(stock))
-
-
-def run_1f1b(
-    numbers: Numbers, warmups: Sequence[int], times: Sequence[StagePasses] = (), *, joined: bool = False
-) -> float | None:
-    """Seconds from the first forward pass to the last gradient; None where cells wait for each other in a circle.
-
-    Args:
-        numbers: Of every stage and cell.
-        warmups: Forward passes of every stage before forward and backward take turns.
-        times: Of every stage; empty: nothing takes time.
-        joined: The first forward pass of a cell waits until all cells of its stage have their first input.
-    """
-    run = _Run(numbers, warmups, times or [StagePasses(0.0, 0.0, 0.0)] * len(numbers), joined=joined)
-    return run.go()
-
-
-_MISSING = -1.0
-
-
-class _Run:
-    def __init__(self, numbers: Numbers, warmups: Sequence[int], times: Sequence[StagePasses], *, joined: bool) -> None:
-        total = sum(map(len, numbers[0]))
-        self.numbers, self.warmups, self.times = numbers, warmups, times
-        self.cells = [(stage, own) for stage, cells in enumerate(numbers) for own in cells]
-        # When the input of a pass is there: stages without one before (after) them have it at once.
-        self.inputs = [[0.0 if stage == 0 else _MISSING] * total for stage in range(len(numbers))]
-        self.gradients = [[_MISSING] * total for _ in numbers]
-        self.forward_waits = [[-1] * total for _ in numbers]
-        self.backward_waits = [[-1] * total for _ in numbers]
-        """The cell that waits for it."""
-        self.absent = [len(cells) if joined else 0 for cells in numbers]
-        """Cells of the stage that have not joined."""
-        self.first_cell = [0]
-        for cells in numbers:
-            self.first_cell.append(self.first_cell[-1] + len(cells))
-        self.joined = [not joined] * len(self.cells)
-        self.done = [(0, 0)] * len(self.cells)
-        """Forward and backward passes."""
-        self.free_s = [0.0] * len(self.cells)
-        self.todo = list(range(len(self.cells) - 1, -1, -1))
-
-    def go(self) -> float | None:
-        while self.todo:
-            self._advance(self.todo.pop())
-        if any(back < len(own) for (_, own), (_, back) in zip(self.cells, self.done, strict=True)):
-            return None
-        return max(self.free_s)
-
-    def _join(self, cell: int, stage: int) -> bool:
-        """Whether the cell, whose first input is there, may go on."""
-        if not self.joined[cell]:
-            self.joined[cell] = True
-            self.absent[stage] -= 1
-            if not self.absent[stage]:
-                self.todo += range(self.first_cell[stage], self.first_cell[stage + 1])
-        return not self.absent[stage]
-
-    def _advance(self, cell: int) -> None:
-        """Run passes until one has to wait."""
-        stage, own = self.cells[cell]
-        forward_s, backward_s, sent_s = self.times[stage]
-        returned_s = self.times[stage - 1].sent_s if stage else 0.0
-        is_last = stage == len(self.numbers) - 1
-        inputs, gradients = self.inputs[stage], self.gradients[stage]
-        next_inputs = [] if is_last else self.inputs[stage + 1]
-        next_waits = [] if is_last else self.forward_waits[stage + 1]
-        before_gradients = self.gradients[stage - 1] if stage else []
-        before_waits = self.backward_waits[stage - 1] if stage else []
-        todo, ahead, size = self.todo, self.warmups[stage], len(own)
-        ran, back = self.done[cell]
-        now = self.free_s[cell]
-        while back < size:
-            if ran < size and ran - back <= ahead:
-                item = own[ran]
-                ready = inputs[item]
-                if ready < 0:
-                    self.forward_waits[stage][item] = cell
-                    break
-                if not ran and not self._join(cell, stage):
-                    break
-                now = (ready if ready > now else now) + forward_s
-                ran += 1
-                if is_last:
-                    gradients[item] = now
-                else:
-                    next_inputs[item] = now + sent_s
-                    if next_waits[item] >= 0:
-                        todo.append(next_waits[item])
-            else:
-                item = own[back]
-                ready = gradients[item]
-                if ready < 0:
-                    self.backward_waits[stage][item] = cell
-                    break
-                now = (ready if ready > now else now) + backward_s
-                back += 1
-                if stage:
-                    before_gradients[item] = now + returned_s
-                    if before_waits[item] >= 0:
-                        todo.append(before_waits[item])
-        self.done[cell] = ran, back
-        self.free_s[cell] = now
 
 
 def run_items(
@@ -277,10 +142,10 @@ def run_items(
         durations: None: nothing takes time.
         joined: The first forward pass of a cell waits until all cells of its stage have their first input.
     """
-    return _ItemRun(flow, warmups, durations, joined=joined).go()
+    return _Run(flow, warmups, durations, joined=joined).go()
 
 
-class _ItemRun:
+class _Run:
     def __init__(self, flow: Flow, warmups: Sequence[int], durations: Durations | None, *, joined: bool) -> None:
         self.flow, self.warmups = flow, warmups
         self.forward_s, self.backward_s = [0.0] * len(flow.kinds), [0.0] * len(flow.kinds)

@@ -15,7 +15,7 @@ from megatron_elas.planner.dataflow import DEALS, Deal, deal_items
 from megatron_elas.planner.plan import share_items
 from megatron_elas.schedule.items import cut
 from megatron_elas.schedule.one_f_one_b import stock_warmups
-from megatron_elas.schedule.warmups import find_item_warmups, runs_in_step
+from megatron_elas.schedule.warmups import find_warmups, runs_in_step
 from megatron_elas.spec.items import Item, StageItems, whole_micro_batches
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Cell, Placement
@@ -138,7 +138,7 @@ def test_items_of_any_size_run_to_their_end(widths: tuple[int, ...], deal: Deal)
         tensor_parallel=1, pipeline_parallel=len(widths), data_parallel=3, micro_batch_size=2, num_microbatches=12
     )
     items = tuple(deal_items(job, range(width), deal) for width in widths)
-    stuck = run_all(make_plan(widths, items=items, warmups=find_item_warmups(items, 2)))
+    stuck = run_all(make_plan(widths, items=items, warmups=find_warmups(items)))
     assert not stuck, f"{deal} on {widths}: stuck at {stuck}"
 
 
@@ -146,7 +146,7 @@ def test_items_of_any_size_run_to_their_end(widths: tuple[int, ...], deal: Deal)
 @settings(max_examples=150, deadline=None)
 def test_warm_ups_that_are_found_get_through_and_shorter_ones_do_not(items: tuple[StageItems, ...], size: int) -> None:
     widths = tuple(map(len, items))
-    found = find_item_warmups(items, size)
+    found = find_warmups(items)
     assert not run_all(make_plan(widths, items=items, warmups=found))
     stock = tuple(stock_warmups(widths, [max(map(len, cells)) for cells in items]))
     if found != stock:
@@ -180,7 +180,7 @@ def test_stages_that_run_the_same_samples_side_by_side_need_no_more_than_stock_w
     """Whatever their widths, and with cells that join."""
     assert runs_in_step(items)
     stock = tuple(range(len(items) - 1, -1, -1))
-    assert find_item_warmups(items, 2) == stock
+    assert find_warmups(items) == stock
     assert not run_all(make_plan(tuple(map(len, items)), items=items, warmups=stock))
 
 

@@ -16,7 +16,7 @@ from megatron_elas.planner.prediction import Predictor
 from megatron_elas.planner.search import stay
 from megatron_elas.planner.situation import Situation
 from megatron_elas.schedule.routes import Flow
-from megatron_elas.schedule.warmups import find_item_warmups, run_items
+from megatron_elas.schedule.warmups import find_warmups, run_items
 from megatron_elas.spec.cluster import Link
 from megatron_elas.spec.errors import BadUsage, NoFeasiblePlan
 from megatron_elas.spec.job import JobSpec
@@ -147,7 +147,7 @@ def test_no_plan_is_slower_than_to_do_nothing(given_job: tuple[JobSpec, JobCosts
     plan = replan(job, first, lost, 1, {}, costs)
     rows = [[cell.row for cell in cells] for cells in left.stages]
     items = tuple(deal_items(job, own_rows, "reroute") for own_rows in rows)
-    warmups = find_item_warmups(items, job.micro_batch_size)
+    warmups = find_warmups(items)
     nothing = replace(first, placement=replace(left, spares=()), items=items, warmups=warmups, epoch=1)
     assert plan.predicted_s is not None
     assert plan.predicted_s <= predict_step_s(job, nothing, costs) * (1 + 1e-9)

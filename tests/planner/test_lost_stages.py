@@ -10,7 +10,7 @@ import pytest
 from megatron_elas.planner.job_costs import JobCosts
 from megatron_elas.planner.plan import initial_plan, predict_step_s, replan
 from megatron_elas.schedule.items import deal_round, reroute
-from megatron_elas.schedule.warmups import find_item_warmups
+from megatron_elas.schedule.warmups import find_warmups
 from megatron_elas.spec.cluster import Link
 from megatron_elas.spec.errors import NoFeasiblePlan
 from megatron_elas.spec.job import JobSpec
@@ -144,7 +144,7 @@ def _plan_of(job: JobSpec, widths: tuple[int, ...], layers: tuple[tuple[int, int
         layers=layers,
         items=tuple(items),
         backups=(),
-        warmups=find_item_warmups(items, 1),
+        warmups=find_warmups(items),
     )
 
 

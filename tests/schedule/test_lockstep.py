@@ -13,7 +13,7 @@ from megatron_elas.schedule.lockstep import Lockstep
 from megatron_elas.schedule.one_f_one_b import one_f_one_b, one_f_one_b_program, stock_warmups
 from megatron_elas.schedule.routes import Flow
 from megatron_elas.schedule.timing import Deadlock, Durations, Program
-from megatron_elas.schedule.warmups import find_item_warmups, find_order, time_order
+from megatron_elas.schedule.warmups import find_order, find_warmups, time_order
 from megatron_elas.spec.cost import PassTime, StageTimes
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.items import Item, StageItems, whole_micro_batches
@@ -33,7 +33,7 @@ def job_of(stages: int, rows: int, size: int, per_row: int) -> JobSpec:
 
 
 @st.composite
-def dealt(draw: st.DrawFn) -> tuple[JobSpec, Items]:
+def dealt(draw: st.DrawFn) -> Items:
     """Stages that kept some of their rows, or got more, each dealt in some way."""
     job = job_of(*draw(st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 3), st.integers(1, 6))))
     rows, deals = [], []
@@ -42,11 +42,11 @@ def dealt(draw: st.DrawFn) -> tuple[JobSpec, Items]:
         own = sorted(draw(st.sets(st.integers(0, job.data_parallel), min_size=1)))
         rows.append(tuple(own if is_possible(job, len(own), deal) else own[:1]))
         deals.append(deal)
-    return job, deal_stages(job, rows, deals)
+    return deal_stages(job, rows, deals)
 
 
 @st.composite
-def scattered(draw: st.DrawFn) -> tuple[JobSpec, Items]:
+def scattered(draw: st.DrawFn) -> Items:
     """Items of any ranges, on any cell."""
     job = job_of(*draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))))
     samples = job.num_microbatches * job.micro_batch_size
@@ -59,7 +59,7 @@ def scattered(draw: st.DrawFn) -> tuple[JobSpec, Items]:
             parts = tuple((at, at + 1) for at in range(samples) if owner[at] == which)
             own[number % cells].append(Item(number, parts))
         stages.append(tuple(map(tuple, own)))
-    return job, tuple(stages)
+    return tuple(stages)
 
 
 def draw_times(data: st.DataObject, stages: int) -> tuple[list[StageTimes], list[PassTime]]:
@@ -81,10 +81,9 @@ def run_one_by_one(
         return None
 
 
-@given(given_items=st.one_of(dealt(), scattered()), data=st.data())
+@given(items=st.one_of(dealt(), scattered()), data=st.data())
 @settings(max_examples=300, deadline=None)
-def test_a_step_takes_what_it_takes_pass_by_pass(given_items: tuple[JobSpec, Items], data: st.DataObject) -> None:
-    job, items = given_items
+def test_a_step_takes_what_it_takes_pass_by_pass(items: Items, data: st.DataObject) -> None:
     times, links = draw_times(data, len(items))
     warmups = [data.draw(st.integers(0, 8)) for _ in items]
     found, expected = Lockstep(items).run(warmups, times, links), run_one_by_one(items, warmups, times, links)
@@ -95,25 +94,21 @@ def test_a_step_takes_what_it_takes_pass_by_pass(given_items: tuple[JobSpec, Ite
             time_order(items, warmups, times, links)
     else:
         assert time_order(items, warmups, times, links) == expected
-    order = find_order(items, job.micro_batch_size, times, links)
+    order = find_order(items, times, links)
     assert order.step_s == run_one_by_one(items, order.warmups, times, links)
 
 
-@given(given_items=st.one_of(dealt(), scattered()))
+@given(items=st.one_of(dealt(), scattered()))
 @settings(max_examples=300, deadline=None)
-def test_warm_ups_are_those_that_are_found_pass_by_pass(given_items: tuple[JobSpec, Items]) -> None:
-    job, items = given_items
-    order = find_order(items, job.micro_batch_size)
-    assert order.warmups == find_item_warmups(items, job.micro_batch_size)
+def test_warm_ups_are_those_that_are_found_pass_by_pass(items: Items) -> None:
+    order = find_order(items)
+    assert order.warmups == find_warmups(items)
     assert order.step_s == 0
 
 
-@given(given_items=dealt(), data=st.data())
+@given(items=dealt(), data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_equal_items_give_the_same_whether_they_are_one_object_or_not(
-    given_items: tuple[JobSpec, Items], data: st.DataObject
-) -> None:
-    _, items = given_items
+def test_equal_items_give_the_same_whether_they_are_one_object_or_not(items: Items, data: st.DataObject) -> None:
     times, links = draw_times(data, len(items))
     warmups = stock_warmups([len(cells) for cells in items], [max(map(len, cells)) for cells in items])
     copies = [tuple(list(cells)) for cells in items]
@@ -130,7 +125,7 @@ def test_losses_of_large_jobs_need_no_look_at_single_passes(
     rows = [tuple(range(lost if stage == 1 else 0, job.data_parallel)) for stage in range(job.pipeline_parallel)]
     items = deal_stages(job, rows, [deal] * job.pipeline_parallel)  # type: ignore[list-item]
     assert items[0] is items[2], "what is dealt alike is one object"
-    order = find_order(items, job.micro_batch_size)
+    order = find_order(items)
     assert Lockstep(items).run(order.warmups) is not None
     passes = PassTime(sample_s=1.0, fixed_s=0.1)
     times = [StageTimes(forward=passes, input_gradient=passes, weight_gradient=passes)] * len(items)
@@ -142,7 +137,7 @@ def test_losses_of_large_jobs_need_no_look_at_single_passes(
 def test_first_passes_wait_for_all_cells_of_a_stage() -> None:
     items = (whole_micro_batches([range(6)], 1), whole_micro_batches([(0, 3), (1, 4), (2, 5)], 1))
     assert Lockstep(items).run([1, 0]) is None
-    assert find_order(items, 1).warmups == (3, 0)
+    assert find_order(items).warmups == (3, 0)
 
 
 def test_samples_that_are_on_one_stage_only_are_refused() -> None:

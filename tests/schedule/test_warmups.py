@@ -12,7 +12,7 @@ from megatron_elas.schedule.items import reroute
 from megatron_elas.schedule.one_f_one_b import one_f_one_b, one_f_one_b_program, stock_warmup
 from megatron_elas.schedule.routes import Flow
 from megatron_elas.schedule.timing import Deadlock, Durations, Program
-from megatron_elas.schedule.warmups import StagePasses, find_warmups, run_1f1b, run_items
+from megatron_elas.schedule.warmups import find_warmups, run_items
 from megatron_elas.spec.cost import PassTime, StageTimes
 from megatron_elas.spec.items import StageItems, whole_micro_batches
 from tests.schedule.cases import all_items, durations_of
@@ -33,10 +33,13 @@ def dealt(draw: st.DrawFn) -> Numbers:
     return tuple(stages)
 
 
+def whole(numbers: Sequence[Sequence[Sequence[int]]]) -> list[StageItems]:
+    return [whole_micro_batches(cells, 1) for cells in numbers]
+
+
 def program_of(numbers: Numbers, warmups: Sequence[int]) -> Program | None:
-    items = [whole_micro_batches(cells, 1) for cells in numbers]
     try:
-        return Program(one_f_one_b(items, warmups))
+        return Program(one_f_one_b(whole(numbers), warmups))
     except Deadlock:
         return None
 
@@ -45,31 +48,31 @@ def program_of(numbers: Numbers, warmups: Sequence[int]) -> Program | None:
 @settings(max_examples=200, deadline=None)
 def test_times_and_deadlocks_are_those_of_the_general_timing(numbers: Numbers, data: st.DataObject) -> None:
     warmups = [data.draw(st.integers(0, 6)) for _ in numbers]
-    times = [StagePasses(*data.draw(st.tuples(*(st.integers(0, 9) for _ in range(3))), label="times")) for _ in numbers]
+    times = [data.draw(st.tuples(*(st.integers(0, 9) for _ in range(3))), label="times") for _ in numbers]
     program = program_of(numbers, warmups)
-    found = run_1f1b(numbers, warmups, times)
-    if program is None:
-        assert found is None
-        return
     durations = Durations.of(
         [
             StageTimes(
-                forward=PassTime(sample_s=own.forward_s),
-                input_gradient=PassTime(sample_s=own.backward_s),
+                forward=PassTime(sample_s=forward_s),
+                input_gradient=PassTime(sample_s=backward_s),
                 weight_gradient=PassTime(sample_s=0.0),
             )
-            for own in times
+            for forward_s, backward_s, _ in times
         ],
         numbers,
-        [PassTime(sample_s=own.sent_s) for own in times[:-1]],
+        [PassTime(sample_s=sent_s) for _, _, sent_s in times[:-1]],
     )
+    found = run_items(Flow(whole(numbers)), warmups, durations)
+    if program is None:
+        assert found is None
+        return
     assert found == program.run(durations).step_s
 
 
 @given(numbers=dealt())
 @settings(max_examples=200, deadline=None)
 def test_warm_ups_that_are_found_do_not_get_stuck_whether_cells_join_or_not(numbers: Numbers) -> None:
-    warmups = find_warmups(numbers)
+    warmups = find_warmups(whole(numbers))
     assert program_of(numbers, warmups) is not None
     assert gets_through_with_a_barrier(numbers, warmups)
 
@@ -129,12 +132,13 @@ def test_items_of_any_size_take_what_the_general_timing_says(
 
 def test_a_narrow_stage_in_front_of_a_wide_one_feeds_all_its_cells_first() -> None:
     numbers = ((tuple(range(6)),), ((0, 3), (1, 4), (2, 5)))
-    assert run_1f1b(numbers, [1, 0]) is not None, "without a barrier one forward pass ahead is enough"
-    assert run_1f1b(numbers, [1, 0], joined=True) is None
-    assert find_warmups(numbers) == tuple(stock_warmup(stage, [1, 3]) for stage in range(2)) == (3, 0)
+    flow = Flow(whole(numbers))
+    assert run_items(flow, [1, 0]) is not None, "without a barrier one forward pass ahead is enough"
+    assert run_items(flow, [1, 0], joined=True) is None
+    assert find_warmups(whole(numbers)) == tuple(stock_warmup(stage, [1, 3]) for stage in range(2)) == (3, 0)
 
 
 @pytest.mark.parametrize("widths", [(4, 4, 4), (4, 3, 4), (1, 4, 2)])
 def test_stock_warm_ups_stay_where_they_are_enough(widths: tuple[int, ...]) -> None:
     numbers = [[[item.number for item in own] for own in reroute(16, 1, range(width), 4)] for width in widths]
-    assert find_warmups(numbers) == tuple(stock_warmup(stage, widths) for stage in range(len(widths)))
+    assert find_warmups(whole(numbers)) == tuple(stock_warmup(stage, widths) for stage in range(len(widths)))
