@@ -101,7 +101,7 @@ class Worker:
             self._strike,
             mode,
             args.elastic_snapshot_verify_interval,
-            moves_beside=args.elastic_migration == "async",
+            moves_beside=args.elastic_migration != "blocking",
         )
         self._session = session
         log = Log(environment.worker, Path(environment.run_dir), lambda: session.coming_activity)

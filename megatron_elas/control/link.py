@@ -30,6 +30,7 @@ from megatron_elas.control.messages import (
     Inject,
     Measured,
     Message,
+    Migrate,
     Noted,
     Quiesce,
     Recover,
@@ -102,6 +103,7 @@ class ControlLink:
         self._start: Start | None = None
         self._quiesce: Quiesce | None = None
         self._recover: Recover | None = None
+        self._migrate: Migrate | None = None
         self._gone: str | None = None
         self._closing = threading.Event()
         self._epoch = 0
@@ -169,6 +171,12 @@ class ControlLink:
         """The newest epoch that was announced."""
         quiesce = self._quiesce
         return quiesce.epoch if quiesce is not None else 0
+
+    @property
+    def migration(self) -> Migrate | None:
+        """The newest order to go over to another plan, unless a newer epoch was announced since."""
+        order = self._migrate
+        return order if order is not None and order.plan.epoch > self.latest_epoch else None
 
     def wait_start(self, timeout_s: float) -> Start:
         """The plan of epoch 0, when all workers have joined; given once. Raises ElasticError."""
@@ -320,6 +328,8 @@ class ControlLink:
                 self._keep(start=message)
             case Recover():
                 self._keep(recover=message)
+            case Migrate():
+                self._migrate = message
             case Noted(count=count):
                 with self._all_noted:
                     self._outbox.note(count)

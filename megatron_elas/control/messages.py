@@ -15,12 +15,13 @@ from megatron_elas.control.plan_text import PlanText, pack_plan, unpack_plan
 from megatron_elas.spec.emulation import EmulatedTime
 from megatron_elas.spec.events import WorkerLost
 from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.migration import MigrationReport
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 from megatron_elas.spec.shape import ModelShape, TrainingShape
 from megatron_elas.spec.step_report import StepReport
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Larger messages end the connection. A plan of 100,000 workers is a few MiB, see ``control.plan_text``."""
@@ -153,6 +154,12 @@ class Recovered(Message, kw_only=True):
     report: RecoveryReport
 
 
+class Migrated(Message, kw_only=True):
+    """The first step under the plan of a ``Migrate`` is done, so all have gone over."""
+
+    report: MigrationReport
+
+
 class FaultFired(Message, kw_only=True):
     """A scripted fault strikes now; sent just before it does."""
 
@@ -217,6 +224,23 @@ class Recover(Message, kw_only=True):
     addresses: dict[int, str]
     plan_s: float
     """Time the planner took."""
+
+
+class Migrate(Message, kw_only=True):
+    """Nobody is lost, and there is a better plan: go over to it between two steps, when all are ready for it.
+
+    No answer is waited for; an epoch that is announced later than its own takes its place.
+    """
+
+    plan: ElasticPlan
+    addresses: dict[int, str]
+
+
+class _MigrateText(Message, kw_only=True, tag="Migrate"):
+    """``Migrate`` as it is sent."""
+
+    plan: PlanText
+    addresses: dict[int, str]
 
 
 class _StartText(Message, kw_only=True, tag="Start"):
@@ -411,6 +435,7 @@ FromClient = (
     | CopyDiffered
     | Settled
     | Recovered
+    | Migrated
     | FaultFired
     | Failed
     | Crashed
@@ -424,7 +449,7 @@ FromClient = (
 )
 """What the controller reads."""
 
-ToWorker = Start | Quiesce | Recover | Inject | Noted | Stop
+ToWorker = Start | Quiesce | Recover | Migrate | Inject | Noted | Stop
 """What a worker reads."""
 
 ToAgent = Welcome | Heard | KillWorker | StopAll
@@ -437,7 +462,7 @@ ToLauncher = ToAgent | Show | JobEnded
 """What that launcher reads."""
 
 _from_client: msgspec.json.Decoder[FromClient] = msgspec.json.Decoder(FromClient)
-_ToWorkerText = _StartText | Quiesce | _RecoverText | Inject | Noted | Stop
+_ToWorkerText = _StartText | Quiesce | _RecoverText | _MigrateText | Inject | Noted | Stop
 _to_worker: msgspec.json.Decoder[_ToWorkerText] = msgspec.json.Decoder(_ToWorkerText)
 _to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
 _from_launcher: msgspec.json.Decoder[FromLauncher] = msgspec.json.Decoder(FromLauncher)
@@ -459,6 +484,8 @@ def _pack(message: Message) -> Message:
     match message:
         case Start(plan=plan, addresses=addresses):
             return _StartText(plan=pack_plan(plan), addresses=addresses)
+        case Migrate(plan=plan, addresses=addresses):
+            return _MigrateText(plan=pack_plan(plan), addresses=addresses)
         case Recover(plan=plan, base=base):
             return _RecoverText(
                 plan=pack_plan(plan),
@@ -474,6 +501,8 @@ def _unpack(message: _ToWorkerText) -> ToWorker:
     match message:
         case _StartText(plan=plan, addresses=addresses):
             return Start(plan=unpack_plan(plan), addresses=addresses)
+        case _MigrateText(plan=plan, addresses=addresses):
+            return Migrate(plan=unpack_plan(plan), addresses=addresses)
         case _RecoverText(plan=plan, base=base):
             return Recover(
                 plan=unpack_plan(plan),

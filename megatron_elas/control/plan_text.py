@@ -25,6 +25,7 @@ class PlanText(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Which deal every stage has."""
     backups: tuple[tuple[int, int], ...]
     warmups: tuple[int, ...] = ()
+    orders: tuple[tuple[str, ...], ...] = ()
     predicted_s: float | None = None
     over_memory: bool = False
 
@@ -45,6 +46,7 @@ def pack_plan(plan: ElasticPlan) -> PlanText:
         items=tuple(items),
         backups=plan.backups,
         warmups=plan.warmups,
+        orders=plan.orders,
         predicted_s=plan.predicted_s,
         over_memory=plan.over_memory,
     )
@@ -61,6 +63,7 @@ def unpack_plan(text: PlanText) -> ElasticPlan:
         items=tuple([text.deals[deal] for deal in text.items]),
         backups=text.backups,
         warmups=text.warmups,
+        orders=text.orders,
         predicted_s=text.predicted_s,
         over_memory=text.over_memory,
     )

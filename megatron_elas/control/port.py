@@ -11,6 +11,8 @@ from megatron_elas.control.messages import (
     Failed,
     Finished,
     LeaveOut,
+    Migrate,
+    Migrated,
     PeerUnreachable,
     Quiesce,
     Recover,
@@ -19,6 +21,7 @@ from megatron_elas.control.messages import (
     Unverified,
 )
 from megatron_elas.spec.errors import VerificationFailed
+from megatron_elas.spec.migration import MigrationReport
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 
 
@@ -75,6 +78,15 @@ class LinkPort:
     def recovered(self, report: RecoveryReport) -> None:
         """Report the first step finished after a recovery."""
         self._link.send(Recovered(report=report))
+
+    @property
+    def migration(self) -> Migrate | None:
+        """The newest order to go over to another plan, unless a newer epoch was announced since."""
+        return self._link.migration
+
+    def migrated(self, report: MigrationReport) -> None:
+        """Report the first step under the plan of a migration."""
+        self._link.send(Migrated(report=report))
 
     def finished(self) -> None:
         """Training has reached its end."""

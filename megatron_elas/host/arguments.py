@@ -56,11 +56,11 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     )
     group.add_argument(
         "--elastic-migration",
-        choices=("async", "blocking"),
+        choices=("async", "blocking", "off"),
         default="async",
-        help="When optimizer state goes to its new owners after a loss: async lets it move while the next step's "
-        "forward and backward passes run, where all workers keep their layers; blocking moves it before the step, "
-        "for comparison; default: async.",
+        help="How layers move to other stages when that makes steps shorter, after a loss or a drain: async lets their "
+        "state move while steps run, blocking stops for it, off leaves layers where they are. After a loss, optimizer "
+        "state that changes its owner moves beside the next step with async and off; default: async.",
     )
     group.add_argument(
         "--elastic-emulate",

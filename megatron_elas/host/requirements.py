@@ -8,6 +8,7 @@ from typing import Any
 from megatron_elas.platform.detect import PlatformName
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.migration import MigrationMode
 
 
 def check_elastic_arguments(args: Any, platform: PlatformName) -> None:
@@ -83,7 +84,11 @@ def describe_job(args: Any, stage_layers: Sequence[int]) -> JobSpec:
         args: Validated.
         stage_layers: Transformer layers of every stage (see host.shape).
     """
+    migration: MigrationMode = args.elastic_migration
+    if migration == "async" and args.elastic_snapshot == "copy":  # its updates cannot be made elsewhere as well
+        migration = "blocking"
     return JobSpec(
+        migration=migration,
         tensor_parallel=args.tensor_model_parallel_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
         data_parallel=args.data_parallel_size,

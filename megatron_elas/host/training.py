@@ -146,12 +146,16 @@ class MegatronHost:
         """See Host."""
         self._access.write(flat)
 
-    def share_losses(self, losses: Sequence[dict[str, torch.Tensor]]) -> None:
-        """Sum the step's losses over the cells of the last stage, and have all workers know them."""
+    def share_losses(self, losses: Sequence[dict[str, torch.Tensor]], ballot: tuple[int, int]) -> tuple[int, int]:
+        """Sum the step's losses over the cells of the last stage, and have all workers know them. Gives the sums of
+        all workers' ballots.
+        """
         own = sum_losses(list(losses), parallel_state.get_data_parallel_group(with_context_parallel=True))
         plan, seat = self._route.plan, self._route.seat
         tells = (seat.stage, seat.cell, seat.lane) == (plan.placement.num_stages - 1, 0, 0)
-        self.losses = tell_losses(own, tells) | own
+        told, sums = tell_losses(own, tells, ballot)
+        self.losses = told | own
+        return sums
 
     def read_gradients(self, flat: torch.Tensor) -> None:
         """See Host."""
@@ -245,6 +249,9 @@ class MegatronHost:
             self._communicator.muted = muted
         sum_gradients(self._model)
         self._factory.renew(self._model, groups)
+
+    def prebuild(self, plan: ElasticPlan) -> None:
+        """See Host."""
 
     def begin_activity(self, activity: int) -> None:
         """See Host."""

@@ -143,21 +143,30 @@ MOST_LOSSES = 16
 NAME_BYTES = 32
 
 
-def tell_losses(losses: dict[str, torch.Tensor], tells: bool) -> dict[str, torch.Tensor]:
-    """Have all workers know the losses, names included: any of them may come to tell the step's line.
+def tell_losses(
+    losses: dict[str, torch.Tensor], tells: bool, ballot: tuple[int, int] = (0, 0)
+) -> tuple[dict[str, torch.Tensor], tuple[int, int]]:
+    """Have all workers know the losses, names included: any of them may come to tell the step's line. And sum ballots.
 
     Args:
         losses: Of the step; only looked at where ``tells``.
         tells: True on one worker, of the last stage.
+        ballot: Two numbers of every worker whose sums are below 2**24.
+
+    Returns:
+        The losses, and the sums.
     """
     # One sum to which all others add zeros, so that it does not change a bit, and the shape is the same in every step.
-    board = torch.zeros((MOST_LOSSES, NAME_BYTES + 1), dtype=torch.float32)
+    board = torch.zeros((MOST_LOSSES + 1, NAME_BYTES + 1), dtype=torch.float32)
+    rows, votes = board[:-1], board[-1]
+    votes[: len(ballot)] = torch.tensor(ballot)
     if tells:
-        for row, (name, value) in zip(board, losses.items(), strict=False):
+        for row, (name, value) in zip(rows, losses.items(), strict=False):
             letters = name.encode()[:NAME_BYTES]
             row[0] = value
             row[1 : 1 + len(letters)] = torch.tensor(list(letters))
     dist.all_reduce(board)
-    letters = board[:, 1:].to(torch.uint8).numpy()
+    letters = rows[:, 1:].to(torch.uint8).numpy()
     names = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in letters]
-    return {name: row[0].clone() for name, row in zip(names, board, strict=True) if name}
+    told = {name: row[0].clone() for name, row in zip(names, rows, strict=True) if name}
+    return told, (int(votes[0]), int(votes[1]))

@@ -12,6 +12,7 @@ from megatron_elas.runtime.verification.inspection import Inspection
 from megatron_elas.spec.catalogue import Catalogue, StageContents
 from megatron_elas.spec.errors import VerificationFailed
 from megatron_elas.spec.events import WorkerLost
+from megatron_elas.spec.migration import MigrationReport
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 from megatron_elas.spec.shards import ShardLayout
@@ -87,6 +88,11 @@ class Host(Protocol):
         With the same layers only what depends on the replicas changes; with others, or with more replicas than
         buffers have room for, model, buffers and optimizer are made anew, in the objects that everybody holds.
         Contents of shard and parameters are undefined after.
+        """
+
+    def prebuild(self, plan: ElasticPlan) -> None:
+        """Make what a later ``rebuild`` for this plan can use, such as modules of layers that come, and change nothing
+        that is in use. Called at a step boundary; may be called again, for another plan, and is not undone.
         """
 
     def begin_activity(self, activity: int) -> None:
@@ -167,6 +173,18 @@ class Order(Protocol):
         """Where everybody is."""
 
 
+class Migration(Protocol):
+    """To go over to another plan, without a loss."""
+
+    @property
+    def plan(self) -> ElasticPlan:
+        """The new plan; its epoch is newer than that of the plan in force."""
+
+    @property
+    def addresses(self) -> Mapping[int, str]:
+        """Where everybody is."""
+
+
 class Control(Protocol):
     """This worker's line to the controller."""
 
@@ -200,6 +218,13 @@ class Control(Protocol):
 
     def recovered(self, report: RecoveryReport) -> None:
         """Report the first step finished after a recovery."""
+
+    @property
+    def migration(self) -> Migration | None:
+        """The newest order to go over to another plan, unless a newer epoch was announced since."""
+
+    def migrated(self, report: MigrationReport) -> None:
+        """Report the first step finished under the plan of a migration."""
 
     def finished(self) -> None:
         """Training has reached its end."""

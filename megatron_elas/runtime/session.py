@@ -175,6 +175,15 @@ class Session:
 
     # ------------------------------------------------------------ called by the host inside a step
 
+    def ballot(self) -> tuple[int, int]:
+        """What this worker adds to the two sums that all seated workers make in every step before it exchanges
+        gradients: the epoch of the migration that it knows of, and of the one whose state it has; else 0.
+        """
+        return 0, 0
+
+    def count_ballots(self, sums: tuple[int, int], voters: int) -> None:
+        """The sums over all ``voters``: equal on all of them, so all come to the same conclusion in the same step."""
+
     def exchange_gradients(self) -> None:
         """The gradients of the step under way are reduced: have them at the backups before going on.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from megatron_elas.spec.errors import BadUsage
+from megatron_elas.spec.migration import MigrationMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,8 @@ class JobSpec:
     """Transformer layers of every stage at launch; empty: one each."""
     snapshot_replicas: int = 1
     """Workers that keep a copy of each optimizer shard; 0: a loss needs the checkpoint."""
+    migration: MigrationMode = "off"
+    """Whether, and how, layers move to other stages while the job runs."""
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size", "num_microbatches"):

@@ -44,6 +44,10 @@ class ElasticPlan:
     warmups: tuple[int, ...] = ()
     """``warmups[stage]``: forward passes of every cell of the stage before forward and backward take turns. Empty:
     those of ``schedule.one_f_one_b.stock_warmup``."""
+    orders: tuple[tuple[str, ...], ...] = ()
+    """``orders[stage][cell]``: passes of the cell in the order in which it runs them, as ``F0 F1 B0 W0`` with the
+    numbers of its items: forward, backward, weight gradients. An item that has a ``W`` has a split backward: its ``B``
+    gives the gradient of the input only. Empty: 1F1B with ``warmups``."""
     predicted_s: float | None = None
     """Seconds that a step takes by the costs that the plan was made with; None: they were not known."""
     over_memory: bool = False

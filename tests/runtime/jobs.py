@@ -31,6 +31,7 @@ from megatron_elas.spec.catalogue import Catalogue, Parameter, StageContents
 from megatron_elas.spec.errors import EpochChanged, StateInvalid, VerificationFailed
 from megatron_elas.spec.events import LossReason, WorkerLost
 from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.migration import MigrationReport
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 from megatron_elas.spec.shards import ShardLayout
@@ -577,6 +578,14 @@ class ToyWorker:
 
     def recovered(self, report: RecoveryReport) -> None:
         self.job.recovered[report.epoch].append(report)
+
+    migration = None
+
+    def migrated(self, report: MigrationReport) -> None:
+        raise AssertionError("nobody asked for a migration")
+
+    def prebuild(self, plan: ElasticPlan) -> None:
+        pass
 
     def finished(self) -> None:
         with self.job.changed:
