@@ -13,6 +13,7 @@ from megatron_elas.control.messages import (
     Finished,
     Hello,
     LeaveOut,
+    Migrated,
     PeerUnreachable,
     Recovered,
     Settled,
@@ -88,6 +89,7 @@ Event = (
     | PlanMade
     | PlanRefused
     | Recovered
+    | Migrated
     | Restarted
     | Settled
     | Stalled
