@@ -8,6 +8,7 @@ from typing import Literal
 from megatron_elas.config import ControlTimeouts
 
 CostSource = Literal["measured", "profile"]
+Policy = Literal["ours", "elaswave", "recycle", "torchft"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

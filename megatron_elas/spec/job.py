@@ -26,6 +26,8 @@ class JobSpec:
     """Workers that keep a copy of each optimizer shard; 0: a loss needs the checkpoint."""
     migration: MigrationMode = "off"
     """Whether, and how, layers move to other stages while the job runs."""
+    split_backward: bool = False
+    """Workers can run the two halves of a backward pass apart, and passes in any order: plans may have orders."""
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size", "num_microbatches"):
