@@ -27,7 +27,7 @@ from megatron_elas.cli.plan_facts import (
     stage_facts,
 )
 from megatron_elas.cli.text import format_count
-from megatron_elas.planner.plan import REGROUPING, RESTAGING, RUNTIME
+from megatron_elas.planner.finding import REGROUPING, RESTAGING, RUNTIME, as_job_allows
 from megatron_elas.planner.policies import EXACT_ITEMS, POLICIES, PolicyStep, ours, stock
 from megatron_elas.planner.prediction import Predictor
 from megatron_elas.planner.profile import Fit, fit_cost
@@ -270,7 +270,8 @@ def _choose_freedoms(name: str, now: Situation) -> tuple[Freedom, ...]:
     """As much as is needed, the least first."""
     if name == "all":
         return (Freedom(),)
-    return (REGROUPING,) if now.lost_stages else (RUNTIME, RESTAGING, REGROUPING)
+    freedoms = (REGROUPING,) if now.lost_stages else (RUNTIME, RESTAGING, REGROUPING)
+    return tuple(as_job_allows(freedom, now.job) for freedom in freedoms)
 
 
 def _try(policy: Callable[[], PolicyStep]) -> PolicyStep | str:

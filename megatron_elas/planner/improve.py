@@ -12,13 +12,29 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from megatron_elas.planner.choices import Choice, Choices, best_of, time_plan
+from megatron_elas.planner.dataflow import DEALS, Deal, deal_items
+from megatron_elas.planner.finding import REGROUPING, find_plan
 from megatron_elas.planner.job_costs import JobCosts
-from megatron_elas.planner.plan import predict_step_s, replan
+from megatron_elas.planner.plan import check_workers, costs_or_even, finish, list_choices, situation_of
+from megatron_elas.planner.prediction import Candidate, Predictor
+from megatron_elas.planner.running_policies import RunningPolicy, choose_like, improve_like
+from megatron_elas.planner.search import stay
+from megatron_elas.planner.situation import Situation, divided
+from megatron_elas.planner.step_plan import Effort
+from megatron_elas.schedule.timing import Deadlock
+from megatron_elas.spec.items import StageItems
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan
 
 LEAST_GAIN = 0.02
 """Share of the step by which a plan has to be shorter than the one in force."""
+EXACT_ITEMS = 4_000
+"""Most items of all stages together whose orders are searched for one by one."""
+TIMED_ITEMS = 100_000
+"""Of all orders that are tried, about: a second."""
+_MORE_ORDERS = 6
+"""Further searches where the order that was found is none for the running job."""
 
 
 def improve(
@@ -28,7 +44,7 @@ def improve(
     domains: Mapping[int, str],
     costs: JobCosts | None = None,
     drained: Collection[int] = (),
-    policy: str = "ours",
+    policy: RunningPolicy = "ours",
 ) -> ElasticPlan | None:
     """The plan to go over to between two steps.
 
@@ -39,21 +55,88 @@ def improve(
         domains: Failure domain of each worker.
         costs: As of ``replan``.
         drained: Workers that leave: they live until the new plan is in force, and have no part in it.
-        policy: Who plans, see ``Launch.policy``.
+        policy: Who plans.
 
     Returns:
         None where nothing is better by at least ``LEAST_GAIN``. With drained workers always a plan, of longer steps if
         need be.
 
     Raises:
-        NoFeasiblePlan: Without the drained workers no cell is left.
+        NoFeasiblePlan: Without the drained workers no cell is left; or another policy than ours cannot go on.
         BadUsage: The costs are those of another model.
     """
-    if drained:
-        return replan(job, plan, drained, epoch, domains, costs)
-    found = replan(job, plan, (), epoch, domains, costs)
-    if costs is None or found.predicted_s is None:
+    left = plan.placement.without(drained)
+    # Spare workers have none of the state that a change needs at once.
+    seated = replace(left, spares=())
+    check_workers(job, plan, seated, drained, epoch)
+    reckoned = costs_or_even(job, seated, costs)
+    situation = situation_of(job, seated, plan, reckoned)
+    if policy == "ours":
+        chosen: Choice | None = _choose(situation, plan, whole=costs is None)
+    elif drained:
+        chosen = choose_like(policy, situation)
+    else:
+        chosen = improve_like(policy, situation)
+    if chosen is None:
         return None
-    if found.predicted_s > predict_step_s(job, plan, costs) * (1 - LEAST_GAIN):
-        return None
-    return replace(found, backups=plan.backups) if found.placement == plan.placement else found
+    if not drained:
+        cells = sum(chosen.candidate.widths)
+        limit_s = time_plan(plan, reckoned.cost, reckoned.link) * (1 - LEAST_GAIN)
+        if chosen.work.step_s > limit_s or not chosen.fits or cells < situation.num_cells:
+            return None
+    return finish(job, chosen, plan, left, epoch, domains, costs)
+
+
+def _choose(situation: Situation, plan: ElasticPlan, *, whole: bool) -> Choice:
+    """The best that is found with everything that the runtime carries out."""
+    seeds = _seeds(situation, plan)
+    found, fits = find_plan(situation, (REGROUPING,), _effort, seeds, whole=whole)
+    choices = list_choices(situation, found, fits=fits)
+    if found.effort.exact and found.prediction.found.tastes is not None and not any(own.work.orders for own in choices):
+        choices += _other_orders(situation, found.candidate)
+        freedom = replace(REGROUPING, split=False, orders=False)
+        found, fits = find_plan(situation, (freedom,), _effort, seeds, whole=whole)
+        choices += list_choices(situation, found, fits=fits)
+    return best_of(choices)
+
+
+def _other_orders(situation: Situation, candidate: Candidate) -> list[Choice]:
+    """Of a candidate whose best order is none for the running job."""
+    make, predictor = Choices(situation), Predictor(situation, exact=True, staggered=False)
+    choices = []
+    for seed in range(_MORE_ORDERS):
+        try:
+            found = predictor.predict(candidate, 8 * (seed + 1), seed=seed).found
+        except Deadlock:
+            continue
+        ordered = None if found.tastes is None else make.ordered(candidate, found.program)
+        if ordered is not None:
+            choices.append(ordered)
+    return choices
+
+
+def _effort(situation: Situation) -> Effort:
+    """A second or so, however large the job is."""
+    job, stages = situation.job, situation.num_stages
+    exact = job.num_microbatches * stages <= EXACT_ITEMS
+    items = stages * (job.num_microbatches if exact else job.num_microbatches // job.data_parallel)
+    return Effort(evaluations=max(24, min(240, TIMED_ITEMS // items)), exact=exact)
+
+
+def _seeds(situation: Situation, plan: ElasticPlan) -> tuple[Candidate, ...]:
+    """The plan in force as candidates, where its cells are all left."""
+    if situation.lost_stages or any(
+        len(rows) != len(items) for rows, items in zip(situation.rows, plan.items, strict=True)
+    ):
+        return ()
+    job = situation.job
+    for size in [size for size in range(job.micro_batch_size, 0, -1) if job.micro_batch_size % size == 0]:
+        deals = [_deal_of(divided(job, size), rows, own) for rows, own in zip(situation.rows, plan.items, strict=True)]
+        if all(deals):
+            plain = replace(stay(situation), size=size, deals=tuple(deal for deal in deals if deal))
+            return (replace(plain, split=True), plain) if job.split_backward else (plain,)
+    return ()
+
+
+def _deal_of(job: JobSpec, rows: tuple[int, ...], items: StageItems) -> Deal | None:
+    return next((deal for deal in DEALS if deal_items(job, rows, deal) == items), None)

@@ -259,6 +259,19 @@ class Program:
         order, _ = self._advance(waits)
         return len(order) == len(self.actions)
 
+    def runs_joined(self) -> bool:
+        """Whether the orders can be carried out when a cell's first pass waits until all cells of its stage have what
+        theirs waits for, as in the running job (see ``schedule.warmups``).
+        """
+        waits = list(self._waits)
+        for first, cells in zip(self.flow.first_cell, self.flow.stages, strict=True):
+            begins = [own.start for own in self._own[first : first + len(cells)] if own]
+            joint = [wait for begin in begins for wait in self._waits[begin]]
+            for begin in begins:
+                waits[begin] = joint
+        order, _ = self._advance(waits)
+        return len(order) == len(self._waits)
+
     def _describe_stop(self, at: list[int]) -> str:
         stuck = []
         for cell, i in enumerate(at):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from megatron_elas.planner.plan import REGROUPING, RESTAGING, RUNTIME
+from megatron_elas.planner.finding import REGROUPING, RESTAGING, RUNTIME, as_job_allows
 from megatron_elas.planner.policies import POLICIES, Lost, Policy, PolicyStep, ours, stock
 from megatron_elas.planner.prediction import Predictor
 from megatron_elas.planner.search import Freedom, stay
@@ -182,8 +182,10 @@ def today(begin: Situation, lost: Lost) -> PolicyStep:
     effort = Effort(evaluations=BY_CLASS.evaluations, exact=exact)
     for freedom in () if empty else (RUNTIME, RESTAGING):
         with suppress(NoFeasiblePlan):
-            return _at_nominal_clocks(ours(begin, lost, effort=effort, freedom=freedom))
-    return _at_nominal_clocks(ours(begin, lost, effort=effort, freedom=REGROUPING))
+            allowed = as_job_allows(freedom, begin.job, exact=exact)
+            return _at_nominal_clocks(ours(begin, lost, effort=effort, freedom=allowed))
+    allowed = as_job_allows(REGROUPING, begin.job, exact=exact)
+    return _at_nominal_clocks(ours(begin, lost, effort=effort, freedom=allowed))
 
 
 def _at_nominal_clocks(found: PolicyStep) -> PolicyStep:

@@ -175,7 +175,7 @@ def test_the_prediction_is_that_of_the_step_planner(grid: tuple[int, int, int]) 
         link=costs.link,
     )
     chosen = choose(now)
-    found = Predictor(now, exact=True, staggered=False).predict(chosen.plan.candidate, 0)
+    found = Predictor(now, exact=True, staggered=False).predict(chosen.candidate, 0)
     assert plan.predicted_s == chosen.work.step_s == predict_step_s(job, plan, costs)
     assert plan.predicted_s == pytest.approx(found.step_s)
     whole = choose(now, whole=True)
