@@ -20,6 +20,7 @@ from megatron_elas.control.launch_options import LaunchOptions
 from megatron_elas.control.starter_messages import Target
 from megatron_elas.spec.cluster import load_cluster
 from megatron_elas.spec.errors import BadUsage
+from megatron_elas.spec.policy import RUNNING_POLICIES
 
 DEFAULT_PORT = 29400
 """torchrun's default rendezvous port; the controller's, on several nodes."""
@@ -95,6 +96,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="plan with what the job's own steps took, once they did, or with the profile alone",
     )
     add(
+        "policy",
+        choices=RUNNING_POLICIES,
+        default="ours",
+        help="who plans after a loss: our planner, or what another system would do, to compare with",
+    )
+    add(
         "dry-run",
         action="store_true",
         help="check everything, print grid, memory and environment of the workers, and start nothing",
@@ -151,6 +158,7 @@ def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptio
         dry_run=flags.dry_run,
         cluster=_choose_cluster(flags.cluster),
         costs=flags.costs,
+        policy=flags.policy,
         timeouts=ControlTimeouts(
             **{field.name: _read_seconds(field.name, getattr(flags, field.name)) for field in fields(ControlTimeouts)}
         ),

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_elas.config import ControlTimeouts
+from megatron_elas.spec.policy import RunningPolicy
 
 CostSource = Literal["measured", "profile"]
-Policy = Literal["ours", "elaswave", "recycle", "torchft"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,8 @@ class Launch:
     """Profile in configs/clusters, or a file: what plans take layers, memory and links to cost."""
     costs: CostSource = "measured"
     """Whether plans go by what the job's own steps took, once they did, or by the profile alone."""
+    policy: RunningPolicy = "ours"
+    """Who plans after a loss, and what layers move to beside training."""
 
     @property
     def world_size(self) -> int:

@@ -14,6 +14,7 @@ from megatron_elas.control.launch import CostSource, Launch
 from megatron_elas.control.messages import Welcome
 from megatron_elas.control.run_dir import JobFile
 from megatron_elas.control.starter_messages import StartWorker, Target
+from megatron_elas.spec.policy import RunningPolicy
 
 ELASTIC_FLAG = "--elastic"
 
@@ -48,6 +49,7 @@ class LaunchOptions:
     cluster: str
     """See ``Launch``."""
     costs: CostSource
+    policy: RunningPolicy = "ours"
 
     @property
     def launch(self) -> Launch:
@@ -59,6 +61,7 @@ class LaunchOptions:
             elastic=says_elastic(self.target.arguments),
             cluster=self.cluster,
             costs=self.costs,
+            policy=self.policy,
         )
 
     @property

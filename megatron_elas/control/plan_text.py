@@ -14,7 +14,7 @@ from megatron_elas.spec.plan import ElasticPlan
 
 
 class PlanText(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Fields are those of ``ElasticPlan``, but for the items."""
+    """Fields are those of ``ElasticPlan``, but for items and orders."""
 
     epoch: int
     placement: Placement
@@ -25,7 +25,10 @@ class PlanText(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Which deal every stage has."""
     backups: tuple[tuple[int, int], ...]
     warmups: tuple[int, ...] = ()
-    orders: tuple[tuple[str, ...], ...] = ()
+    cells: tuple[str, ...] = ()
+    """Orders of cells, all different."""
+    orders: tuple[tuple[int, ...], ...] = ()
+    """Which of them every cell of every stage has."""
     predicted_s: float | None = None
     over_memory: bool = False
 
@@ -38,6 +41,8 @@ def pack_plan(plan: ElasticPlan) -> PlanText:
         if own not in deals:
             deals.append(own)
         items.append(deals.index(own))
+    texts = dict.fromkeys(text for own in plan.orders for text in own)
+    number = {text: at for at, text in enumerate(texts)}
     return PlanText(
         epoch=plan.epoch,
         placement=plan.placement,
@@ -46,16 +51,19 @@ def pack_plan(plan: ElasticPlan) -> PlanText:
         items=tuple(items),
         backups=plan.backups,
         warmups=plan.warmups,
-        orders=plan.orders,
+        cells=tuple(texts),
+        orders=tuple([tuple([number[text] for text in own]) for own in plan.orders]),
         predicted_s=plan.predicted_s,
         over_memory=plan.over_memory,
     )
 
 
 def unpack_plan(text: PlanText) -> ElasticPlan:
-    """The plan that was sent. Raises ValueError when a stage has a deal that is not there."""
+    """The plan that was sent. Raises ValueError when a stage has a deal, or a cell an order, that is not there."""
     if not all(0 <= deal < len(text.deals) for deal in text.items):
         raise ValueError(f"stages have the deals {list(text.items)}, and there are {len(text.deals)}")
+    if not all(0 <= order < len(text.cells) for own in text.orders for order in own):
+        raise ValueError(f"cells have the orders {list(map(list, text.orders))}, and there are {len(text.cells)}")
     return ElasticPlan(
         epoch=text.epoch,
         placement=text.placement,
@@ -63,7 +71,7 @@ def unpack_plan(text: PlanText) -> ElasticPlan:
         items=tuple([text.deals[deal] for deal in text.items]),
         backups=text.backups,
         warmups=text.warmups,
-        orders=text.orders,
+        orders=tuple([tuple([text.cells[order] for order in own]) for own in text.orders]),
         predicted_s=text.predicted_s,
         over_memory=text.over_memory,
     )

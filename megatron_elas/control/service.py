@@ -75,6 +75,7 @@ from megatron_elas.planner.job_costs import JobCosts
 from megatron_elas.planner.plan import initial_plan, replan
 from megatron_elas.proof import NotAMember
 from megatron_elas.spec.errors import ElasticError, ExitCode
+from megatron_elas.spec.policy import RunningPolicy
 from megatron_elas.spec.step_report import StepReport
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,9 @@ NOT_OF_WORKERS = (
 """Messages that no worker sends, or not twice."""
 
 
-def make_plan(command: MakePlan, costs: JobCosts | None = None) -> PlanMade | PlanRefused:
+def make_plan(
+    command: MakePlan, costs: JobCosts | None = None, policy: RunningPolicy = "ours"
+) -> PlanMade | PlanRefused:
     """Run the planner and take its time.
 
     Without costs every layer counts the same. That is also what a plan falls back on when costs make the planner fail:
@@ -99,14 +102,14 @@ def make_plan(command: MakePlan, costs: JobCosts | None = None) -> PlanMade | Pl
         if command.old is None:
             plan = initial_plan(command.job, command.domains, costs)
         else:
-            plan = replan(command.job, command.old, command.lost, command.epoch, command.domains, costs)
+            plan = replan(command.job, command.old, command.lost, command.epoch, command.domains, costs, policy)
     except ElasticError as error:
         return PlanRefused(epoch=command.epoch, exit_code=error.exit_code, sentence=str(error))
     except Exception:
         if costs is None:
             raise
         logger.exception("the plan of epoch %d counts layers", command.epoch)
-        return make_plan(command)
+        return make_plan(command, policy=policy)
     return PlanMade(plan=plan, seconds=time.perf_counter() - began_s)
 
 
@@ -531,7 +534,7 @@ class ControlService:
     async def _run_planner(self, command: MakePlan) -> None:
         with self._ending_on_bugs():
             costs = self._outlook.reckon(self._state.roster.profile)
-            answer = await asyncio.to_thread(make_plan, command, costs)
+            answer = await asyncio.to_thread(make_plan, command, costs, self._state.roster.launch.policy)
         self.apply(answer)
 
     @contextlib.contextmanager

@@ -18,7 +18,7 @@ from megatron_elas.planner.finding import REGROUPING, find_plan
 from megatron_elas.planner.job_costs import JobCosts
 from megatron_elas.planner.plan import check_workers, costs_or_even, finish, list_choices, situation_of
 from megatron_elas.planner.prediction import Candidate, Predictor
-from megatron_elas.planner.running_policies import RunningPolicy, choose_like, improve_like
+from megatron_elas.planner.running_policies import choose_like, improve_like
 from megatron_elas.planner.search import stay
 from megatron_elas.planner.situation import Situation, divided
 from megatron_elas.planner.step_plan import Effort
@@ -26,6 +26,7 @@ from megatron_elas.schedule.timing import Deadlock
 from megatron_elas.spec.items import StageItems
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.policy import RunningPolicy
 
 LEAST_GAIN = 0.02
 """Share of the step by which a plan has to be shorter than the one in force."""

@@ -25,7 +25,7 @@ from megatron_elas.planner.dataflow import Deal, is_possible
 from megatron_elas.planner.finding import REGROUPING, RESTAGING, RUNTIME, find_plan
 from megatron_elas.planner.job_costs import JobCosts, uniform_costs
 from megatron_elas.planner.prediction import Candidate
-from megatron_elas.planner.running_policies import RunningPolicy, choose_like
+from megatron_elas.planner.running_policies import choose_like
 from megatron_elas.planner.seating import seat_workers
 from megatron_elas.planner.situation import Situation, divided
 from megatron_elas.planner.step_plan import Effort, StepPlan
@@ -35,6 +35,7 @@ from megatron_elas.spec.items import whole_micro_batches
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.policy import RunningPolicy
 
 EXACT_ITEMS = 600
 """Most items of all stages together that are timed one by one while workers wait."""

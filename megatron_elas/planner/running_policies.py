@@ -15,7 +15,6 @@ A policy that cannot go on says so: NoFeasiblePlan.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from megatron_elas.planner.choices import Choice, Choices, best_of
 from megatron_elas.planner.dataflow import is_possible
@@ -27,10 +26,8 @@ from megatron_elas.planner.situation import Situation
 from megatron_elas.planner.step_plan import Effort
 from megatron_elas.schedule.timing import Deadlock
 from megatron_elas.spec.errors import NoFeasiblePlan
+from megatron_elas.spec.policy import RunningPolicy
 
-RunningPolicy = Literal["ours", "elaswave", "recycle", "torchft"]
-"""Who plans for a running job."""
-RUNNING_POLICIES: tuple[RunningPolicy, ...] = ("ours", "elaswave", "recycle", "torchft")
 _LOST_STAGE = Effort(evaluations=32, exact=False)
 """Of elaswave, to deal cells and layers out anew."""
 

@@ -33,7 +33,7 @@ def test_a_plan_stays_as_it_is() -> None:
         full = replace(plan, predicted_s=1.5, over_memory=True)
         text = msgspec.json.encode(pack_plan(full))
         assert unpack_plan(msgspec.json.decode(text, type=PlanText)) == full
-    assert set(PlanText.__struct_fields__) == {field.name for field in fields(ElasticPlan)} | {"deals"}
+    assert set(PlanText.__struct_fields__) == {field.name for field in fields(ElasticPlan)} | {"deals", "cells"}
 
 
 def test_stages_that_are_dealt_alike_share_their_items_on_either_side() -> None:

@@ -15,6 +15,8 @@ from megatron_elas.planner.plan import choose, initial_plan, predict_step_s, rep
 from megatron_elas.planner.prediction import Predictor
 from megatron_elas.planner.search import stay
 from megatron_elas.planner.situation import Situation
+from megatron_elas.schedule.cell_orders import read_orders
+from megatron_elas.schedule.checks import check_schedule, out_of_order, peak_samples
 from megatron_elas.schedule.routes import Flow
 from megatron_elas.schedule.warmups import find_warmups, run_items
 from megatron_elas.spec.cluster import Link
@@ -37,6 +39,7 @@ def jobs(draw: st.DrawFn) -> JobSpec:
         micro_batch_size=draw(st.sampled_from((1, 2))),
         num_microbatches=draw(st.integers(1, 4)) * dp,
         stage_layers=tuple(draw(st.lists(st.integers(1, 4), min_size=pp, max_size=pp))),
+        split_backward=draw(st.booleans()),
     )
 
 
@@ -52,6 +55,18 @@ def jobs_with_costs(draw: st.DrawFn) -> tuple[JobSpec, JobCosts | None]:
 
 def bytes_of(plan: ElasticPlan, costs: JobCosts) -> int:
     """Of the fullest device."""
+    if plan.orders:
+        schedule = read_orders(plan.items, plan.orders).schedule
+        return max(
+            costs.cost.state_bytes(first, last, len(cells))
+            + round(
+                largest_item(cells) * costs.cost.working_bytes(first, last)
+                + max(peak_samples(schedule, stage, cell, share) for cell in range(len(cells)))
+                * costs.cost.activation_bytes(first, last)
+            )
+            for stage, ((first, last), cells) in enumerate(zip(plan.layers, plan.items, strict=True))
+            for share in [costs.cost.kept_share(first, last)]
+        )
     return max(
         costs.cost.device_bytes(
             first, last, cells=len(cells), in_flight=most_in_flight(cells, ahead), largest_item=largest_item(cells)
@@ -85,6 +100,11 @@ def check(job: JobSpec, plan: ElasticPlan, alive: set[int], *, whole: bool) -> N
         rows = [cell.row for cell in cells]
         assert rows == sorted(set(rows))
     assert run_items(Flow(plan.items), plan.warmups, joined=True) is not None
+    if plan.orders:
+        assert job.split_backward
+        program = read_orders(plan.items, plan.orders)
+        check_schedule(program.schedule)
+        assert program.runs_joined() and not out_of_order(program.schedule)
     assert {owner for owner, _ in plan.backups} == (set(seated) if len(seated) > 1 else set())
 
 
@@ -109,6 +129,8 @@ def test_whoever_is_lost_all_layers_and_micro_batches_are_run_as_long_as_a_cell_
         assert plan == replan(job, before, lost, epoch, domains, costs), "the same inputs give the same plan"
         check(job, plan, alive, whole=costs is None)
         assert (plan.predicted_s is None) == (costs is None)
+        if costs is not None:
+            assert plan.predicted_s == pytest.approx(predict_step_s(job, plan, costs))
         if costs is not None and not plan.over_memory:
             assert bytes_of(plan, costs) <= max(costs.memory_bytes, bytes_of(before, costs))
 
