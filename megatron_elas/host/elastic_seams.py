@@ -19,6 +19,7 @@ from megatron_elas.host.optimizer_layout import (
 )
 from megatron_elas.host.parameter_norm import wrap_parameter_norm
 from megatron_elas.host.patching import replace, use, wrap
+from megatron_elas.host.split_backward import wrap_grad_ready, wrap_linear
 from megatron_elas.host.stage_layers import (
     wrap_layer_offset,
     wrap_num_layers,
@@ -94,6 +95,91 @@ ROWS = (
         "(input_tensor, output_tensor, output_tensor_grad, config)",
         "counts backward passes for fault scripts and takes their time",
         wrap_backward_step,
+    ),
+    use(
+        "elastic.pipelined-schedule",
+        "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
+        "(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
+        "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
+        "adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False)",
+        "host.orders does around passes what it does",
+        "772d6b7d81825e7ae4822c9ad4f6185a4755b3f666b43c280d9575f5e5a0c61e",
+    ),
+    use(
+        "elastic.one-stage-schedule",
+        "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
+        "(*, forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
+        "decoder_seq_length=None, forward_only=False, collect_non_loss_data=False, first_val_step=None, "
+        "adjust_tensor_shapes_fn=None, p2p_communicator=None, pg_collection=None, force_all_reduce=False)",
+        "host.orders does around passes what it does",
+        "b52848b05720fd6189d615e7ae6d4253a3dc3a2497e8c4b60fc3f986c02461e5",
+    ),
+    use(
+        "elastic.pipeline-shapes",
+        "megatron.core.pipeline_parallel.schedules:get_tensor_shapes",
+        "(*, seq_length, micro_batch_size, decoder_seq_length, config, tp_group=None, cp_group=None)",
+        "host.orders asks for the shapes of what is sent",
+    ),
+    use(
+        "elastic.clear-embedding-buffer",
+        "megatron.core.pipeline_parallel.schedules:clear_embedding_activation_buffer",
+        "(config, model, is_last_stage)",
+        "called by host.orders",
+    ),
+    use(
+        "elastic.finish-embedding",
+        "megatron.core.pipeline_parallel.schedules:finish_embedding_wgrad_compute",
+        "(config, embedding_module, is_last_stage, tp_group)",
+        "called by host.orders",
+    ),
+    use(
+        "elastic.free-output",
+        "megatron.core.pipeline_parallel.schedules:deallocate_output_tensor",
+        "(out, deallocate_pipeline_outputs=False)",
+        "called by host.orders",
+    ),
+    use(
+        "elastic.first-step",
+        "megatron.core.pipeline_parallel.schedules:check_first_val_step",
+        "(first_val_step, forward_only, cond)",
+        "called by host.orders",
+    ),
+    wrap(
+        "elastic.linear",
+        "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
+        "(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, "
+        "grad_output_buffer=None, wgrad_deferral_limit=0, tp_group=None, gtp_remat_size=1)",
+        "where a backward pass is split, the weight's gradient is put off",
+        wrap_linear,
+    ),
+    use(
+        "elastic.linear-forward",
+        "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.forward",
+        "(ctx, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, "
+        "grad_output_buffer, wgrad_deferral_limit, tp_group, gtp_remat_size)",
+        "host.split_backward computes what it computes",
+        "da380120aa78fb817376f00757f99949a88b622828a5eec7e752224c20aff445",
+    ),
+    use(
+        "elastic.linear-backward",
+        "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
+        "(ctx, grad_output)",
+        "host.split_backward computes what it computes, in two parts",
+        "0f98c637b768ede6eab6aadef3650e2fa5cde2a4c28a891322868b2540a1da85",
+    ),
+    use(
+        "elastic.gradient-hook",
+        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook",
+        "(self, param)",
+        "makes what accumulates a gradient; called when a weight's gradient was put off",
+        "9db16cb6b15f93e077e7e0a80a0f0f0b6d33e50953f5b991e8336c69d7d34884",
+    ),
+    wrap(
+        "elastic.gradient-ready",
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.register_grad_ready",
+        "(self, param, force_all_reduce=False)",
+        "of a split backward pass, gradients are ready for the reduction when all of them are",
+        wrap_grad_ready,
     ),
     wrap(
         "elastic.finish-gather",

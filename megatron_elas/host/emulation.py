@@ -24,6 +24,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron_elas.host.requirements import describe_job
 from megatron_elas.host.shape import describe_model, describe_training, find_uncovered, launch_layers
+from megatron_elas.host.split_backward import deferred
 from megatron_elas.planner.plan import initial_plan
 from megatron_elas.planner.time_model import Tail, find_hardware, make_time_model, stage_tails
 from megatron_elas.platform.detect import detect
@@ -156,8 +157,22 @@ class Emulation:
         samples = entry.shape[1]
         if torch.is_grad_enabled() and entry.requires_grad:
             # Runs when the gradient is complete, which is when all operations that used the tensor are done.
-            entry.register_hook(lambda gradient: self.device.run_pass(name, "backward", units, samples))
+            ran = self._backward_runs(name, units, samples)
+            entry.register_hook(lambda gradient: ran())
         return functools.partial(self.device.run_pass, name, "forward", units, samples)
+
+    def _backward_runs(self, name: str, units: tuple[UnitCost, ...], samples: int) -> Callable[[], None]:
+        """What to call in the backward pass of the item under way, which may be split."""
+        item, run_pass = deferred(), self.device.run_pass
+        if item is None:
+            return functools.partial(run_pass, name, "backward", units, samples)
+        later = item.later
+
+        def ran() -> None:
+            run_pass(name, "input_gradient", units, samples)
+            later(functools.partial(run_pass, name, "weight_gradient", units, samples))
+
+        return ran
 
     def embedding_ran(self, output: torch.Tensor, samples: int) -> None:
         """The embedding has made ``output`` of so many samples."""
@@ -165,7 +180,8 @@ class Emulation:
         self.device.run_pass("embedding", "forward", units, samples)
         if torch.is_grad_enabled() and output.grad_fn is not None:
             # After the hooks of ``output`` itself, which is the first layer's entry.
-            output.grad_fn.register_hook(lambda *_: self.device.run_pass("embedding", "backward", units, samples))
+            ran = self._backward_runs("embedding", units, samples)
+            output.grad_fn.register_hook(lambda *_: ran())
 
     def updated(self) -> None:
         """The optimizer's own work of a step is done."""

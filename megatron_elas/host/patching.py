@@ -28,7 +28,7 @@ class Kind(enum.StrEnum):
     """How a row treats its symbol."""
 
     USE = "use"
-    """Called or read as it is."""
+    """Called or read as it is, or done otherwise elsewhere; then its source may be pinned."""
     WRAP = "wrap"
     """Replaced by a function that calls the original."""
     REPLACE = "replace"
@@ -65,9 +65,11 @@ class Seam:
             raise ValueError(f"seam {self.id}: a replacement must pin the source it replaces with source_sha256")
 
 
-def use(id: str, symbol: str, signature: str, reason: str) -> Seam:
-    """A row for a symbol that is only called or read."""
-    return Seam(id=id, symbol=symbol, kind=Kind.USE, signature=signature, reason=reason)
+def use(id: str, symbol: str, signature: str, reason: str, source_sha256: str | None = None) -> Seam:
+    """A row for a symbol that is only called or read; with its source pinned where this project does what it does."""
+    return Seam(
+        id=id, symbol=symbol, kind=Kind.USE, signature=signature, reason=reason, source_sha256=source_sha256
+    )  # fmt: skip
 
 
 def wrap(id: str, symbol: str, signature: str, reason: str, build: Callable[[Any], Any]) -> Seam:

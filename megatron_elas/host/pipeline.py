@@ -5,8 +5,10 @@ samples: an item gets each of its samples from the cell of the stage before that
 same samples, of more or of fewer. So an item may be put together from several cells' outputs, and an output be shared
 among several; gradients go the same ways back. Sizes follow from the plan and are not negotiated.
 
-A link hands over in the order of sending. Both of its ends run their items in the order of their samples, and an item's
-samples follow one another, so that is the order of receiving too.
+A link hands over in the order of sending. With 1F1B both of its ends run their items in the order of their samples,
+and an item's samples follow one another, so that is the order of receiving too. Where the plan gives orders, a cell may
+need what comes over a link in another order than it is sent in: it knows the sender's order from the plan, and keeps
+what comes too early.
 
 # S sequence, B samples of an item, H hidden: activations and their gradients are (S, B, H).
 """
@@ -23,7 +25,9 @@ from megatron_elas.planner.plan import share_items
 from megatron_elas.runtime.channels import PIPELINE
 from megatron_elas.runtime.communicator.buffers import as_bytes
 from megatron_elas.runtime.transport.base import Part, Transport
+from megatron_elas.schedule.actions import Order
 from megatron_elas.schedule.one_f_one_b import stock_warmup
+from megatron_elas.schedule.orders import read_order
 from megatron_elas.schedule.routes import Slice, route
 from megatron_elas.spec.items import CellItems, Item, StageItems, whole_micro_batches
 from megatron_elas.spec.layout import Seat
@@ -51,6 +55,11 @@ class _Pass(NamedTuple):
     """Of every item, ascending: the stage before."""
     after: tuple[tuple[Piece, ...], ...]
     """The stage after."""
+    order: Order | None = None
+    """Of the cell's passes; None: that of the stock schedule."""
+    coming: dict[int, tuple[tuple[int, int], ...]] | None = None
+    """Of every worker that sends to this one: (first sample, samples) of what it sends, in its order. None: that is the
+    order of the samples. A worker is on one stage, so it sends activations or gradients, not both."""
 
 
 class Route:
@@ -64,7 +73,7 @@ class Route:
         """Follow a new plan; the worker must have a seat in it."""
         self.plan = plan
         self.seat: Seat = plan.placement.seat(self.worker)
-        self._step = self._make_pass(plan.items)
+        self._step = self._make_pass(plan.items, plan.orders)
         self._evaluations: dict[tuple[int, int], _Pass] = {}
         self.begin_step()
 
@@ -92,6 +101,16 @@ class Route:
         """This cell's, of an evaluation, whatever pass is under way."""
         return self._evaluation(num_microbatches, size).items
 
+    @property
+    def order(self) -> Order | None:
+        """In which the pass under way runs; None: that of the stock schedule."""
+        return self._under_way.order
+
+    @property
+    def coming(self) -> dict[int, tuple[tuple[int, int], ...]] | None:
+        """What comes from every worker, as in ``_Pass``."""
+        return self._under_way.coming
+
     def before(self, position: int) -> tuple[Piece, ...]:
         """Where the activations of this cell's item at ``position`` come from, and its gradients go to."""
         return self._under_way.before[position]
@@ -108,7 +127,7 @@ class Route:
             self._evaluations[key] = self._make_pass([whole_micro_batches(own, size) for own in dealt])
         return self._evaluations[key]
 
-    def _make_pass(self, stages: Sequence[StageItems]) -> _Pass:
+    def _make_pass(self, stages: Sequence[StageItems], orders: Sequence[Sequence[str]] = ()) -> _Pass:
         stage, cell = self.seat.stage, self.seat.cell
         items = stages[stage][cell]
         before: dict[int, list[tuple[int, Slice]]] = {item.number: [] for item in items}
@@ -121,17 +140,42 @@ class Route:
             for slice_ in route(stages[stage], stages[stage + 1]):
                 if slice_.sender == cell:
                     after[slice_.sent_item].append((slice_.receiver, slice_))
+        order, coming = None, None
+        if orders:
+            order, coming = read_order(orders[stage][cell], stage), {}
+            inputs = [(sender, slice_.sent_item, slice_) for own in before.values() for sender, slice_ in own]
+            gradients = [(sender, slice_.received_item, slice_) for own in after.values() for sender, slice_ in own]
+            coming |= self._coming(inputs, stage - 1, orders, "F")
+            coming |= self._coming(gradients, stage + 1, orders, "B")
         return _Pass(
             items,
             tuple(tuple(self._pieces(item, before[item.number], stage - 1)) for item in items),
             tuple(tuple(self._pieces(item, after[item.number], stage + 1)) for item in items),
+            order,
+            coming,
         )
+
+    def _coming(
+        self, slices: Sequence[tuple[int, int, Slice]], stage: int, orders: Sequence[Sequence[str]], kind: str
+    ) -> dict[int, tuple[tuple[int, int], ...]]:
+        """What cells of a stage send: of (cell, its item, slice), after their passes of this kind."""
+        found = {}
+        for cell in {cell for cell, _, _ in slices}:
+            order = [action.item for action in read_order(orders[stage][cell], stage) if action.kind == kind]
+            turns = {item: turn for turn, item in enumerate(order)}
+            sent = sorted((turns[item], own.start, own.samples) for sender, item, own in slices if sender == cell)
+            found[self._worker_of(stage, cell)] = tuple((start, samples) for _, start, samples in sent)
+        return found
+
+    def _worker_of(self, stage: int, cell: int) -> int:
+        """On this worker's lane."""
+        return self.plan.placement.stages[stage][cell].workers[self.seat.lane]
 
     def _pieces(self, item: Item, slices: Sequence[tuple[int, Slice]], stage: int) -> Iterator[Piece]:
         """Of an item: what crosses to or from the cells of ``stage``."""
         ((first, _),) = item.ranges
         for cell, slice_ in slices:
-            worker = self.plan.placement.stages[stage][cell].workers[self.seat.lane]
+            worker = self._worker_of(stage, cell)
             yield Piece(worker, slice_.start - first, slice_.stop - first, slice_.start)
 
     @property
@@ -157,7 +201,7 @@ class MessageTimes(Protocol):
 
 
 class RoutedPipeline:
-    """Stands in for Megatron's P2PCommunicator, method by method.
+    """Stands in for Megatron's P2PCommunicator, method by method; and transfers by the positions of items.
 
     Sends are eager, so a worker that waits for an activation never keeps another from sending.
     """
@@ -187,6 +231,32 @@ class RoutedPipeline:
     def reset(self) -> None:
         """Begin a pass over a batch: the next transfer of every kind is for the first item."""
         self._forward_in = self._forward_out = self._backward_in = self._backward_out = 0
+        coming = self._route.coming
+        self._coming = None if coming is None else {worker: iter(sent) for worker, sent in coming.items()}
+        self._early: dict[tuple[int, int], torch.Tensor] = {}
+        """(worker, first sample) -> what came before it was needed."""
+
+    def receive_input(self, tensor_shapes: Sequence[Shape], position: int) -> torch.Tensor | None:
+        """The activation of the item at ``position``, (S, B, H); None on the first stage."""
+        if self.is_pp_first_stage:
+            return None
+        return self._receive(tensor_shapes, position, self._route.before(position), 0)
+
+    def receive_gradient(self, tensor_shapes: Sequence[Shape], position: int) -> torch.Tensor | None:
+        """The gradient of that item's output, (S, B, H); None on the last stage."""
+        if self.is_pp_last_stage:
+            return None
+        return self._receive(tensor_shapes, position, self._route.after(position), 1)
+
+    def send_output(self, output: Any, position: int) -> None:
+        """Pass that item's output on to the next stage, if there is one."""
+        if not self.is_pp_last_stage:
+            self._send(output, self._route.after(position), 0)
+
+    def send_gradient(self, input_gradient: Any, position: int) -> None:
+        """Pass the gradient of that item's input back to the stage it came from, if there is one."""
+        if not self.is_pp_first_stage:
+            self._send(input_gradient, self._route.before(position), 1)
 
     @property
     def is_pp_first_stage(self) -> bool:
@@ -267,13 +337,27 @@ class RoutedPipeline:
         return tensor.requires_grad_()
 
     def _receive_piece(self, shape: Shape, piece: Piece, backward: int) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=self.config.pipeline_dtype)
         with self._waiting():
-            self._transport.exchange(
-                PIPELINE, _tag(piece.sample, backward), (), (Part(piece.worker, as_bytes(tensor)),)
-            )
+            if self._coming is None:
+                tensor = self._take(shape, piece.worker, piece.sample, backward)
+            else:
+                self._take_until(shape, piece, backward)
+                tensor = self._early.pop((piece.worker, piece.sample))
             if self.times is not None:
                 self.times.receives(piece.worker, _tag(piece.sample, backward), tensor.shape[1])
+        return tensor
+
+    def _take_until(self, shape: Shape, piece: Piece, backward: int) -> None:
+        """Take what the piece's worker has sent, in its order, until the piece is here."""
+        assert self._coming is not None
+        while (piece.worker, piece.sample) not in self._early:
+            sample, samples = next(self._coming[piece.worker])
+            tensor = self._take((shape[0], samples, shape[2]), piece.worker, sample, backward)
+            self._early[piece.worker, sample] = tensor
+
+    def _take(self, shape: Shape, worker: int, sample: int, backward: int) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=self.config.pipeline_dtype)
+        self._transport.exchange(PIPELINE, _tag(sample, backward), (), (Part(worker, as_bytes(tensor)),))
         return tensor
 
     def _send(self, tensors: Any, pieces: Sequence[Piece], backward: int) -> None:

@@ -1,4 +1,4 @@
-"""Runs the stock schedule over the plan's items, with weights that keep the gradient exact.
+"""Runs the stock schedule, or the plan's orders, over the plan's items, with weights that keep the gradient exact.
 
 Megatron divides a micro-batch's loss by the tokens that count in it, then by the number of micro-batches that *its own
 rank* runs, and the gradient by the data-parallel size. With other items per cell that would weigh samples differently.
@@ -15,6 +15,7 @@ and gradients are summed:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -148,6 +149,7 @@ def route_schedule(
     weights: Weights | None,
     sized: Callable[[int], AbstractContextManager[None]],
     keep_losses: Callable[[Any], None],
+    run_order: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Wrap a forward-backward function of Megatron.
 
@@ -160,6 +162,8 @@ def route_schedule(
         weights: Of losses; None: Megatron divides by the global token count itself.
         sized: Makes Megatron take a micro-batch for so many samples.
         keep_losses: Takes what a training pass gave, one dictionary of losses per item.
+        run_order: ``host.orders.run_order`` but for what ``schedule`` does not take: runs training passes that the plan
+            gives an order for.
     """
 
     def run(
@@ -185,7 +189,11 @@ def route_schedule(
                 return output, loss_function
             return output, weights.apply(loss_function, item, len(items))
 
-        losses = schedule(
+        run_passes = schedule
+        if route.order is not None:
+            assert run_order is not None
+            run_passes = functools.partial(run_order, route.order, items, pipeline)
+        losses = run_passes(
             forward_step_func=forward_step,
             num_microbatches=len(items),
             micro_batch_size=micro_batch_size,

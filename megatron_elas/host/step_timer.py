@@ -1,5 +1,7 @@
 """Takes the time of a worker's passes, of its optimizer and of whole steps, for the planner.
 
+Where the plan splits backward passes, there are two kinds in their place: gradients of inputs, and those of weights.
+
 A pass is one item through this worker's layers: forward from when its input is here to its output (on the last
 stage, to its loss), backward from when the gradient of that output is here to the gradient of the input. Reading a
 item's samples, and what the workers of a cell say to each other in a pass, are parts of it. Waiting for other
@@ -20,9 +22,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from megatron_elas.schedule.orders import split_items
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.plan import ElasticPlan
-from megatron_elas.spec.step_report import PassTotal, StepReport
+from megatron_elas.spec.step_report import PASSES, PassTotal, StepReport
 
 
 @dataclass(slots=True)
@@ -69,7 +72,7 @@ class StepTimer:
         self._reset()
 
     def _reset(self) -> None:
-        self._passes = {"forward": _Total(), "backward": _Total()}
+        self._passes = {kind: _Total() for kind in PASSES}
         self._waited = _Total()
         self._optimized = _Total()
         self._apart_s = 0.0
@@ -101,7 +104,7 @@ class StepTimer:
     def _make_report(self, plan: ElasticPlan, step: int) -> StepReport:
         stage = plan.placement.seat(self._worker).stage
         first_layer, last_layer = plan.layers[stage]
-        samples = sum(item.samples for item in plan.items_of(self._worker))
+        samples = _samples_by_kind(plan, self._worker)
         return StepReport(
             worker=self._worker,
             epoch=plan.epoch,
@@ -111,7 +114,7 @@ class StepTimer:
             cells=len(plan.placement.stages[stage]),
             step_s=self._clock() - self._began_s,
             passes=tuple(
-                PassTotal(kind=kind, passes=total.count, samples=samples, seconds=total.seconds)
+                PassTotal(kind=kind, passes=total.count, samples=samples[kind], seconds=total.seconds)
                 for kind, total in self._passes.items()
                 if total.count
             ),
@@ -133,7 +136,7 @@ class StepTimer:
 
     @contextmanager
     def pass_(self, kind: str) -> Iterator[None]:
-        """A forward or backward pass."""
+        """A pass of one of ``spec.step_report.PASSES``."""
         with self._adding_to(self._passes[kind]):
             yield
 
@@ -165,3 +168,15 @@ class StepTimer:
         yield
         total.count += 1
         total.seconds += self._clock() - began_s - (self._apart_s - apart_s)
+
+
+def _samples_by_kind(plan: ElasticPlan, worker: int) -> dict[str, int]:
+    """Of all passes of a kind that the worker runs in a step."""
+    seat = plan.placement.seat(worker)
+    split = split_items(plan.orders[seat.stage][seat.cell]) if plan.orders else frozenset()
+    items = plan.items_of(worker)
+    in_two = sum(item.samples for item in items if item.number in split)
+    whole = sum(item.samples for item in items)
+    return {
+        "forward": whole, "backward": whole - in_two, "input_gradient": in_two, "weight_gradient": in_two,
+    }  # fmt: skip

@@ -22,6 +22,7 @@ from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess
 from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.host.restage import ModelFactory, has_room, seed_streams
 from megatron_elas.host.saved import Checkpoints, load_into
+from megatron_elas.host.split_backward import forget
 from megatron_elas.host.updates import OptimizerMirror, Settings, finish_update, read_settings, sum_losses, tell_losses
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.communicator.membership import GroupMembers
@@ -261,6 +262,8 @@ class MegatronHost:
     def clear_step(self) -> None:
         """See Host."""
         clear_communication(self._model)
+        forget()
+        self._pipeline.reset()
         for name in _running_timers() - self._outer_timers:
             get_timers()._timers[name]._started = False
         machine = get_rerun_state_machine()

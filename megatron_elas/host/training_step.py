@@ -7,11 +7,15 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_elas.host import orders
 from megatron_elas.host.attachment import Attachment, attachment
+from megatron_elas.host.pipeline import RoutedPipeline
 from megatron_elas.host.schedule import Weights, route_schedule
+from megatron_elas.host.split_backward import deferred
 from megatron_elas.host.training import MegatronHost
+from megatron_elas.schedule.actions import Order
 from megatron_elas.spec.errors import EpochChanged
-from megatron_elas.spec.items import micro_batch
+from megatron_elas.spec.items import CellItems, micro_batch
 
 
 def wrap_train_step(original: Any) -> Any:
@@ -93,6 +97,9 @@ def wrap_schedule_lookup(original: Any) -> Any:
         def keep_losses(losses: Any) -> None:
             attached.losses = losses
 
+        def run_order(order: Order, items: CellItems, pipeline: RoutedPipeline, **arguments: Any) -> Any:
+            return orders.run_order(order, items, pipeline, attached.timer.pass_, **arguments)
+
         def run_stock(**arguments: Any) -> Any:
             """The stock schedule for the number of stages there are now; Megatron asks for it once."""
             return original(*args, **kwargs)(**arguments)
@@ -106,6 +113,7 @@ def wrap_schedule_lookup(original: Any) -> Any:
             None if get_args().calculate_per_token_loss else _weights(attached),
             micro_batches_of,
             keep_losses,
+            run_order,
         )
 
     return get_forward_backward_func
@@ -157,7 +165,7 @@ def wrap_backward_step(original: Any) -> Any:
     @functools.wraps(original)
     def backward_step(*args: Any, **kwargs: Any) -> Any:
         attachment().counter.backward()
-        with attachment().timer.pass_("backward"):
+        with attachment().timer.pass_("backward" if deferred() is None else "input_gradient"):
             return original(*args, **kwargs)
 
     return backward_step

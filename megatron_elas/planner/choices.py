@@ -1,7 +1,7 @@
 """What a running job runs in a step under a candidate: items, warm-ups or orders, its seconds, and whether it fits.
 
 Every item of every cell is timed, as the job runs it. What a search has timed may be one cell for each stage, and
-knows nothing of cells that join or of links that hand over in order.
+knows nothing of cells that join.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from megatron_elas.planner.cost_model import crossing
 from megatron_elas.planner.dataflow import Dealt, deal_stages
 from megatron_elas.planner.prediction import Candidate, stage_tail_s
 from megatron_elas.planner.situation import Situation, divided
-from megatron_elas.schedule.cell_orders import CellOrders, fit_orders, read_orders, write_orders
 from megatron_elas.schedule.lockstep import Known
 from megatron_elas.schedule.one_f_one_b import stock_warmup
-from megatron_elas.schedule.timing import Durations, Program
+from megatron_elas.schedule.orders import PlanOrders, read_orders, write_orders
+from megatron_elas.schedule.timing import Deadlock, Durations, Program
 from megatron_elas.schedule.warmups import find_order, find_warmups, time_order
 from megatron_elas.spec.cluster import Link
 from megatron_elas.spec.cost import CostSums, JobCost, PassTime, StageTimes
@@ -34,7 +34,7 @@ class Work(NamedTuple):
     layers: Layers
     items: tuple[StageItems, ...]
     warmups: tuple[int, ...]
-    orders: CellOrders
+    orders: PlanOrders
     """Empty: 1F1B with the warm-ups."""
     step_s: float
     """Predicted, every item of every cell timed."""
@@ -74,14 +74,15 @@ class Choices:
 
     def ordered(self, candidate: Candidate, program: Program, *, fits: bool = True) -> Choice | None:
         """The candidate in an order of its items; None where the running job cannot carry it out."""
-        fitted = fit_orders(program)
-        if fitted is None:
+        try:
+            program.check_joined()
+        except Deadlock:
             return None
-        items = fitted.flow.stages
+        items = program.flow.stages
         layers, times = self._layers_and_times(candidate)
-        filled = _ordered_bytes(self._situation.cost, layers, fitted)
-        step_s = fitted.run(Durations.of(times.stages, items, times.links)).step_s + times.tail_s
-        work = Work(layers, items, find_warmups(items), write_orders(fitted), step_s)
+        filled = _ordered_bytes(self._situation.cost, layers, program)
+        step_s = program.run(Durations.of(times.stages, items, times.links)).step_s + times.tail_s
+        work = Work(layers, items, find_warmups(items), write_orders(program.schedule), step_s)
         return Choice(candidate, work, fits and filled <= self._situation.memory_bytes)
 
     def _layers_and_times(self, candidate: Candidate) -> tuple[Layers, Times]:
@@ -115,7 +116,7 @@ def time_plan(plan: ElasticPlan, cost: JobCost, link: Link) -> float:
     """Seconds of a step under a plan, every item as it is dealt and in the plan's order."""
     times = times_of(plan.layers, list(map(len, plan.items)), cost, link)
     if plan.orders:
-        program = read_orders(plan.items, plan.orders)
+        program = Program(read_orders(plan.items, plan.orders))
         return program.run(Durations.of(times.stages, plan.items, times.links)).step_s + times.tail_s
     return time_order(plan.items, warmups_of(plan), times.stages, times.links) + times.tail_s
 
@@ -123,7 +124,7 @@ def time_plan(plan: ElasticPlan, cost: JobCost, link: Link) -> float:
 def plan_bytes(plan: ElasticPlan, cost: JobCost) -> int:
     """Of the fullest device under a plan."""
     if plan.orders:
-        return _ordered_bytes(cost, plan.layers, read_orders(plan.items, plan.orders))
+        return _ordered_bytes(cost, plan.layers, Program(read_orders(plan.items, plan.orders)))
     return filled_bytes(cost, plan.layers, plan.items, warmups_of(plan))
 
 

@@ -259,18 +259,20 @@ class Program:
         order, _ = self._advance(waits)
         return len(order) == len(self.actions)
 
-    def runs_joined(self) -> bool:
-        """Whether the orders can be carried out when a cell's first pass waits until all cells of its stage have what
-        theirs waits for, as in the running job (see ``schedule.warmups``).
+    def check_joined(self) -> None:
+        """Raise Deadlock unless the orders can be carried out where the first action of a cell waits until all cells of
+        its stage have what their first action needs: they gather parameters together.
         """
         waits = list(self._waits)
-        for first, cells in zip(self.flow.first_cell, self.flow.stages, strict=True):
+        for stage, cells in enumerate(self.flow.stages):
+            first = self.flow.first_cell[stage]
             begins = [own.start for own in self._own[first : first + len(cells)] if own]
-            joint = [wait for begin in begins for wait in self._waits[begin]]
+            together = [wait for begin in begins for wait in self._waits[begin]]
             for begin in begins:
-                waits[begin] = joint
-        order, _ = self._advance(waits)
-        return len(order) == len(self._waits)
+                waits[begin] = together
+        order, at = self._advance(waits)
+        if len(order) < len(waits):
+            raise Deadlock(f"where all cells of a stage begin together, {self._describe_stop(at)}")
 
     def _describe_stop(self, at: list[int]) -> str:
         stuck = []

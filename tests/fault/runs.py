@@ -120,10 +120,10 @@ def run_job(
 ) -> Run:
     """Train a small model on ``workers`` workers with --elastic; ``folder`` is made and filled.
 
-    With ``steps=None`` the flags say how long.
+    With ``steps=None`` the flags say how long. Layers stay where a loss leaves them, unless the flags say otherwise.
     ``warm`` launches the job in the place of a new Python; ``environ`` is added to the environment.
     """
-    elastic = ["--elastic", f"--elastic-sample-log={folder / 'samples'}"]
+    elastic = ["--elastic", "--elastic-migration=off", f"--elastic-sample-log={folder / 'samples'}"]
     for fault in faults:
         elastic += ["--elastic-inject", fault]
     command = [

@@ -56,7 +56,7 @@ def launch(hosts: list[Host], tmp_path: Path) -> Iterator[Launch]:
         def start(*flags: str) -> list[Node]:
             common = (
                 "--nproc-per-node=2", *QUICK_TIMEOUTS, "-m", "megatron_elas.pretrain_gpt", *MODEL,
-                f"--train-iters={STEPS}", "--global-batch-size=8", "--elastic",
+                f"--train-iters={STEPS}", "--global-batch-size=8", "--elastic", "--elastic-migration=off",
             )  # fmt: skip
             return stack.enter_context(job_on(hosts, tmp_path, (*common, *flags), {}))
 

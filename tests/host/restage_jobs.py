@@ -104,6 +104,12 @@ class SessionStandIn:
     def applied(self) -> None:
         pass
 
+    def ballot(self) -> tuple[int, int]:
+        return 0, 0
+
+    def count_ballots(self, sums: tuple[int, int], voters: int) -> None:
+        pass
+
     def run_step(self, step: int, body: Callable[[int], Any]) -> Any:
         self.host.begin_activity(self._activity)
         self._activity += 1
@@ -313,7 +319,8 @@ def run_job(
     """Train on ``count`` workers; ``plans`` are carried out before the steps they are given for."""
     folder.mkdir()
     argv = [
-        *SIZES, *LLAMA, *TRAINING, f"--train-iters={steps}", f"--global-batch-size={BATCH}", "--elastic", *flags
+        *SIZES, *LLAMA, *TRAINING, f"--train-iters={steps}", f"--global-batch-size={BATCH}", "--elastic",
+        "--elastic-migration=off", *flags
     ]  # fmt: skip
     return run_workers(count, train, count, folder, argv, plans or {}, look, by_script, timeout_s=100)
 

@@ -67,7 +67,8 @@ def training(folder: Path, prepare: Callable[[Switch], None] = lambda network: N
     """Start the job, on a network that was prepared."""
     flags = (
         "--nproc-per-node=1", *LIMITS, "--preload=megatron_elas.pretrain_gpt:preload", str(RECORDER), *MODEL,
-        f"--train-iters={STEPS}", "--global-batch-size=6", "--elastic", f"--elastic-sample-log={folder / 'samples'}",
+        f"--train-iters={STEPS}", "--global-batch-size=6", "--elastic",
+        "--elastic-migration=off", f"--elastic-sample-log={folder / 'samples'}",
     )  # fmt: skip
     with hosts_on_a_switch(3) as (network, hosts):
         prepare(network)

@@ -15,8 +15,8 @@ from megatron_elas.planner.plan import choose, initial_plan, predict_step_s, rep
 from megatron_elas.planner.prediction import Predictor
 from megatron_elas.planner.search import stay
 from megatron_elas.planner.situation import Situation
-from megatron_elas.schedule.cell_orders import read_orders
-from megatron_elas.schedule.checks import check_schedule, out_of_order, peak_samples
+from megatron_elas.schedule.checks import peak_samples
+from megatron_elas.schedule.orders import check_orders, read_orders
 from megatron_elas.schedule.routes import Flow
 from megatron_elas.schedule.warmups import find_warmups, run_items
 from megatron_elas.spec.cluster import Link
@@ -56,7 +56,7 @@ def jobs_with_costs(draw: st.DrawFn) -> tuple[JobSpec, JobCosts | None]:
 def bytes_of(plan: ElasticPlan, costs: JobCosts) -> int:
     """Of the fullest device."""
     if plan.orders:
-        schedule = read_orders(plan.items, plan.orders).schedule
+        schedule = read_orders(plan.items, plan.orders)
         return max(
             costs.cost.state_bytes(first, last, len(cells))
             + round(
@@ -102,9 +102,7 @@ def check(job: JobSpec, plan: ElasticPlan, alive: set[int], *, whole: bool) -> N
     assert run_items(Flow(plan.items), plan.warmups, joined=True) is not None
     if plan.orders:
         assert job.split_backward
-        program = read_orders(plan.items, plan.orders)
-        check_schedule(program.schedule)
-        assert program.runs_joined() and not out_of_order(program.schedule)
+        check_orders(plan.items, plan.orders)
     assert {owner for owner, _ in plan.backups} == (set(seated) if len(seated) > 1 else set())
 
 
