@@ -19,6 +19,8 @@ COMMANDS = {
     "status": "where a job is",
     "report": "what a job's steps took against what was predicted, and how it recovered",
     "inject": "strike a worker of a running job",
+    "drain": "have workers hand over what they hold and leave, while the others go on",
+    "rebalance": "have layers move between stages while a job runs",
     "plan": "plan for a job after a loss, and compare policies; nothing is run",
     "simulate": "see what becomes of a job over days of failures, policy by policy",
     "doctor": "check the installed Megatron against what is attached to it",

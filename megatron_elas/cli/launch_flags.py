@@ -14,8 +14,10 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_elas.cli.rebalance import read_layers
 from megatron_elas.config import ControlTimeouts, flag_of
 from megatron_elas.control.environment import TOKEN_VARIABLE
+from megatron_elas.control.launch import Rebalance
 from megatron_elas.control.launch_options import LaunchOptions
 from megatron_elas.control.starter_messages import Target
 from megatron_elas.spec.cluster import load_cluster
@@ -102,6 +104,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="who plans after a loss: our planner, or what another system would do, to compare with",
     )
     add(
+        "rebalance",
+        action="append",
+        default=[],
+        metavar="STEP:N,N,...",
+        help="when that step is reached, have stages take so many layers each, as elas rebalance does; may be repeated",
+    )
+    add(
         "dry-run",
         action="store_true",
         help="check everything, print grid, memory and environment of the workers, and start nothing",
@@ -159,6 +168,7 @@ def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptio
         cluster=_choose_cluster(flags.cluster),
         costs=flags.costs,
         policy=flags.policy,
+        rebalances=_read_rebalances(flags.rebalance),
         timeouts=ControlTimeouts(
             **{field.name: _read_seconds(field.name, getattr(flags, field.name)) for field in fields(ControlTimeouts)}
         ),
@@ -321,6 +331,16 @@ def _choose_preload(given: str | None, target: Target, fresh: bool) -> str | Non
     if not re.fullmatch(r"[\w.]+:\w+", given):
         raise BadUsage(f"--preload must be module:function, got '{given}'")
     return given
+
+
+def _read_rebalances(texts: Sequence[str]) -> tuple[Rebalance, ...]:
+    read = []
+    for text in texts:
+        step, colon, layers = text.partition(":")
+        if not (colon and step.isascii() and step.isdigit()):
+            raise BadUsage(f"--rebalance must be STEP:N,N,... with a number of layers for each stage, got '{text}'")
+        read.append(Rebalance(step=int(step), layers=read_layers("--rebalance", layers)))
+    return tuple(sorted(read, key=lambda rebalance: rebalance.step))
 
 
 def _make_log_dir(given: str | None, *, keep: bool) -> Path | None:

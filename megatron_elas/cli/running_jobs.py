@@ -12,13 +12,26 @@ from collections.abc import Sequence
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 from megatron_elas.control.environment import TOKEN_VARIABLE
-from megatron_elas.control.messages import Answer, BadMessage, InjectRequest, StatusRequest, decode_answer, encode
+from megatron_elas.control.messages import (
+    Answer,
+    BadMessage,
+    DrainRequest,
+    InjectRequest,
+    RebalanceRequest,
+    StatusRequest,
+    decode_answer,
+    encode,
+)
 from megatron_elas.control.run_dir import JobFile, find_jobs
 from megatron_elas.control.wire import dial
 from megatron_elas.proof import NotAMember
 from megatron_elas.spec.errors import BadUsage, ElasticError, ExitCode
 
+Request = DrainRequest | InjectRequest | RebalanceRequest | StatusRequest
+
 ANSWER_TIMEOUT_S = 10.0
+PLANNING_TIMEOUT_S = 120.0
+"""For an answer that a plan has to be made for."""
 LONGEST_COMMAND = 60
 """Characters of a job's command that are shown."""
 
@@ -30,10 +43,10 @@ def add_choice_of_job(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--controller", metavar="ws://HOST:PORT", help="where its controller listens")
 
 
-def ask_job(flags: argparse.Namespace, request: InjectRequest | StatusRequest, separator: str) -> int:
+def ask_job(flags: argparse.Namespace, request: Request, separator: str, timeout_s: float = ANSWER_TIMEOUT_S) -> int:
     """Ask the job that the flags mean, and print whose answer it is, the separator, and the answer."""
     address, token = find_controller(flags.controller, flags.job, os.environ.get(TOKEN_VARIABLE))
-    answer = ask(address, token, request)
+    answer = ask(address, token, request, timeout_s)
     text = f"job {answer.run_id} at {address}:{separator}{answer.text}"
     print(text, file=sys.stdout if answer.ok else sys.stderr)
     return ExitCode.FINISHED if answer.ok else ExitCode.BAD_USAGE
@@ -101,8 +114,8 @@ def _list(jobs: Sequence[JobFile]) -> str:
     )
 
 
-def ask(address: str, token: str, request: InjectRequest | StatusRequest) -> Answer:
-    """One question, one answer.
+def ask(address: str, token: str, request: Request, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+    """One question, one answer, for which it waits so long.
 
     Raises:
         ElasticError: Nobody answers, or not to us.
@@ -110,7 +123,7 @@ def ask(address: str, token: str, request: InjectRequest | StatusRequest) -> Ans
     try:
         with dial(address, token) as connection:
             connection.send(encode(request))
-            return decode_answer(connection.recv(timeout=ANSWER_TIMEOUT_S))
+            return decode_answer(connection.recv(timeout=timeout_s))
     except InvalidURI as error:
         raise BadUsage(f"--controller must be ws://HOST:PORT, got '{address}'") from error
     except NotAMember as error:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_elas.control.messages import ToAgent, ToWorker
+from megatron_elas.control.states import Search
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan
 
@@ -42,6 +43,38 @@ class MakePlan:
     lost: tuple[int, ...]
     """Relative to ``old``."""
     domains: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImprovePlan:
+    """Ask the planner for a plan to go over to while nobody is lost; answered by ``PlanImproved`` or ``PlanKept``."""
+
+    job: JobSpec
+    plan: ElasticPlan
+    """In force."""
+    search: Search
+    domains: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowMigration:
+    """Print the block of a migration; the same goes to ``events.jsonl`` as numbers and names."""
+
+    epoch: int
+    text: str
+    phases_ms: Mapping[str, float]
+    """Columns of the phase table, and ``total``, their sum."""
+    facts: Mapping[str, object]
+    """The rest of the block, as values that JSON can hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """Answer a tool that waits; nothing where it does not any more."""
+
+    request: int
+    ok: bool
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,4 +115,16 @@ class EndJob:
     sentence: str
 
 
-Command = Tell | TellAgent | WelcomeAgents | MakePlan | ShowRecovery | LogLoss | Note | EndJob
+Command = (
+    Tell
+    | TellAgent
+    | WelcomeAgents
+    | MakePlan
+    | ImprovePlan
+    | ShowRecovery
+    | ShowMigration
+    | LogLoss
+    | Reply
+    | Note
+    | EndJob
+)

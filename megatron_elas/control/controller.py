@@ -12,21 +12,35 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from megatron_elas.control import ending, joining, recovering, rejoining
-from megatron_elas.control.commands import Note, Tell
+from megatron_elas.control import ending, joining, migrating, recovering, rejoining
+from megatron_elas.control.commands import Note, Tell, TellAgent
 from megatron_elas.control.crashes import find_twin, shorten
 from megatron_elas.control.ending import Step, describe_exit, dismiss, end_if_empty, finish, stop
-from megatron_elas.control.events import AgentLost, Event, PlanMade, PlanRefused, Restarted, Tick, WorkerSilent
+from megatron_elas.control.events import (
+    AgentLost,
+    ChangeAsked,
+    Event,
+    PlanImproved,
+    PlanKept,
+    PlanMade,
+    PlanRefused,
+    Restarted,
+    Tick,
+    WorkerSilent,
+)
 from megatron_elas.control.launch import Launch
 from megatron_elas.control.messages import (
     AgentHello,
     CopyDiffered,
     Crashed,
+    Drained,
     Failed,
     FaultFired,
     Finished,
     Hello,
+    KillWorker,
     LeaveOut,
+    Migrated,
     PeerUnreachable,
     Recovered,
     Settled,
@@ -62,6 +76,11 @@ def step(state: State, event: Event, now: float) -> Step:
     Returns:
         The state after, and commands in the order in which to carry them out.
     """
+    after, commands = _step(state, event, now)
+    return after, (*commands, *migrating.wind_up(state, after))
+
+
+def _step(state: State, event: Event, now: float) -> Step:
     match event:
         case AgentHello() | AgentLost() | WorkerExited():
             return _processes_changed(state, event, now)
@@ -75,6 +94,12 @@ def step(state: State, event: Event, now: float) -> Step:
             return joining.worker_joined(state, event, now)
         case PlanMade() | PlanRefused():
             return _planner_answered(state, event, now)
+        case ChangeAsked():
+            return migrating.change_asked(state, event)
+        case PlanImproved() | PlanKept():
+            return _improvement_answered(state, event)
+        case Drained():
+            return migrating.drained(state, event)
         case FaultFired():
             return _fault_fired(state, event), ()
         case Crashed():
@@ -89,7 +114,7 @@ def _worker_spoke(state: Gathering | Training, event: Event, now: float) -> Step
     """Messages of workers that take part, and the lack of them."""
     match event:
         case Failed():
-            if event.worker in state.roster.lost:
+            if event.worker in state.roster.lost or event.worker in state.roster.drained:
                 return _ignore(state, event)
             code = event.exit_code or ExitCode.CRASHED
             return stop(state, code, f"worker {event.worker}: {event.sentence}")
@@ -98,18 +123,29 @@ def _worker_spoke(state: Gathering | Training, event: Event, now: float) -> Step
             return _lose(state, [event.worker], LossReason.SILENT, detail, now)
         case Stalled() if event.worker in state.roster.survivors and not isinstance(state, Gathering):
             return _lose(state, [event.worker], LossReason.SILENT, event.detail, now)
+        case WorkerHung() | WorkerSilent() if event.worker in state.roster.drained:
+            return state, (
+                TellAgent(node=state.roster.launch.node_of(event.worker), message=KillWorker(worker=event.worker)),
+            )
         case WorkerHung() if event.worker in state.roster.survivors:
             return _lose(state, [event.worker], LossReason.SILENT, event.detail, now)
         case PeerUnreachable() if not isinstance(state, Gathering):
             return _peer_unreachable(state, event, now)
         case LeaveOut() if not isinstance(state, Gathering):
-            if event.worker in state.roster.survivors and event.epoch == state.epoch:
+            if event.worker in state.roster.survivors and event.epoch in state.epochs:
                 return recovering.leave_out(state, event, now)
         case CopyDiffered() if event.worker in state.roster.survivors:
             return _copy_differed(state, event)
         case Unverified() if isinstance(state, Resuming):
             if event.worker in state.roster.survivors and event.epoch == state.epoch:
                 return recovering.distrust(state, event, now)
+        case Unverified() if isinstance(state, Running) and state.migration is not None:
+            if event.worker in state.roster.survivors and event.epoch == state.migration.epoch != state.epoch:
+                return recovering.stay(state, event, now)
+        case Migrated(report=crossing) if isinstance(state, Running) and state.migration is not None:
+            seated = state.migration.target.placement.workers
+            if crossing.epoch == state.migration.epoch and crossing.worker in set(seated) & set(state.roster.survivors):
+                return migrating.migrated(state, crossing)
         case Finished() if not isinstance(state, Gathering) and event.worker in state.roster.survivors:
             return recovering.worker_finished(state, event.worker)
         case Settled(report=report) if isinstance(state, Settling):
@@ -125,7 +161,7 @@ def _worker_spoke(state: Gathering | Training, event: Event, now: float) -> Step
 
 def _peer_unreachable(state: Training, event: PeerUnreachable, now: float) -> Step:
     survivors = state.roster.survivors
-    if event.worker not in survivors or event.epoch != state.epoch:
+    if event.worker not in survivors or event.epoch not in state.epochs:
         return _ignore(state, event)
     if event.peer in state.roster.finished:
         roster, goodbyes = dismiss(state.roster)
@@ -148,6 +184,12 @@ def _planner_answered(state: State, event: PlanMade | PlanRefused, now: float) -
             return recovering.plan_refused(state, event.exit_code, event.sentence)
         case _:
             return _ignore(state, event)
+
+
+def _improvement_answered(state: State, event: PlanImproved | PlanKept) -> Step:
+    if not isinstance(state, Running) or state.search != event.search or state.roster.finished:
+        return _ignore(state, event)
+    return migrating.improved(state, event) if isinstance(event, PlanImproved) else migrating.kept(state, event)
 
 
 def _fault_fired(state: State, event: FaultFired) -> State:
@@ -214,8 +256,9 @@ def _worker_exited(state: State, event: WorkerExited, now: float) -> Step:
             return state, ()
         case Stopping():
             return end_if_empty(state)
-        case Running() | Settling() | Resuming() if worker in roster.finished:
-            note = Note(text=f"worker {worker} had finished, then {how}", warning=status != 0)
+        case Running() | Settling() | Resuming() if worker in roster.finished or worker in roster.drained:
+            done = "finished" if worker in roster.finished else "been drained"
+            note = Note(text=f"worker {worker} had {done}, then {how}", warning=status != 0)
             if roster.remaining:
                 return state, (note,)
             ended, commands = finish(roster)
@@ -245,9 +288,9 @@ def _agent_lost(state: State, event: AgentLost, now: float) -> Step:
             how = "left" if event.silent_s is None else f"was silent for {event.silent_s:.1f} s"
             return stop(state, ExitCode.NOT_STARTED, f"node {node} {how} before training began: look at its output")
         case Running() | Settling() | Resuming():
-            unneeded = [worker for worker in affected if worker in roster.finished]
+            unneeded = [worker for worker in affected if worker in roster.finished or worker in roster.drained]
             state = replace(state, roster=replace(roster, exited={**roster.exited, **dict.fromkeys(unneeded, 0)}))
-            lost = [worker for worker in affected if worker not in roster.finished]
+            lost = [worker for worker in affected if worker not in unneeded]
             if lost:
                 return _lose_node(state, tuple(lost), event, now)
             return (state, ()) if state.roster.remaining else finish(state.roster)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_elas.control.commands import LogLoss, ShowRecovery
+from megatron_elas.control.commands import LogLoss, ShowMigration, ShowRecovery
 from megatron_elas.control.journal import BadJournal, Journal, is_new
 from megatron_elas.control.messages import (
     AgentHeartbeat,
@@ -64,7 +64,7 @@ async def control(link: socket.socket, listener: socket.socket) -> None:
             token=setup.token,
             welcome=setup.welcome,
             local_agent=say,
-            show=lambda recovery: say(_show_recovery(recovery)),
+            show=lambda block: say(_show_block(block)),
             log=lambda loss: say(_show_loss(loss)),
             journal=journal,
             earlier=earlier,
@@ -118,9 +118,9 @@ def _hear(message: FromLauncher, service: ControlService, say: Callable[[Message
             raise AssertionError("it is said once")
 
 
-def _show_recovery(recovery: ShowRecovery) -> Show:
-    facts = {**recovery.facts, **recovery.phases_ms}
-    return Show(event="recovery", epoch=recovery.epoch, text=recovery.text, facts=facts)
+def _show_block(block: ShowRecovery | ShowMigration) -> Show:
+    event = "recovery" if isinstance(block, ShowRecovery) else "migration"
+    return Show(event=event, epoch=block.epoch, text=block.text, facts={**block.facts, **block.phases_ms})
 
 
 def _show_loss(loss: LogLoss) -> Show:

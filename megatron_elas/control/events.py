@@ -8,6 +8,7 @@ from megatron_elas.control.messages import (
     AgentHello,
     CopyDiffered,
     Crashed,
+    Drained,
     Failed,
     FaultFired,
     Finished,
@@ -23,6 +24,7 @@ from megatron_elas.control.messages import (
     WorkerExited,
     WorkerHung,
 )
+from megatron_elas.control.states import Search
 from megatron_elas.spec.errors import ExitCode
 from megatron_elas.spec.plan import ElasticPlan
 
@@ -61,6 +63,38 @@ class PlanRefused:
     sentence: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanImproved:
+    """The planner's answer to ``ImprovePlan``: a plan to go over to."""
+
+    search: Search
+    plan: ElasticPlan
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanKept:
+    """The planner's answer to ``ImprovePlan``: the plan in force stays."""
+
+    search: Search
+    sentence: str
+    """Why."""
+    failed: bool = False
+    """It is not what was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeAsked:
+    """Somebody asks for another plan: a tool, or the script that the job was launched with."""
+
+    drained: tuple[int, ...] = ()
+    """Workers that are to leave."""
+    layers: tuple[int, ...] | None = None
+    """Transformer layers that every stage is to have."""
+    request: int | None = None
+    """Of the tool; None: the next line of the script."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed; deadlines are looked at."""
@@ -80,12 +114,16 @@ class Restarted:
 Event = (
     AgentHello
     | AgentLost
+    | ChangeAsked
     | Crashed
+    | Drained
     | Failed
     | FaultFired
     | Finished
     | Hello
     | PeerUnreachable
+    | PlanImproved
+    | PlanKept
     | PlanMade
     | PlanRefused
     | Recovered

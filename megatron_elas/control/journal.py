@@ -7,7 +7,8 @@ not synced to the disk, which would take milliseconds of every recovery: when th
 would start another controller goes down with it.
 
 One JSON object per line. The first says which version this is and what was launched. Each other line has an event, its
-time, and what the state was after it: ``state``, ``epoch``, ``lost``, and ``settlement`` where one had been made.
+time, and what the state was after it: ``state``, ``epoch``, ``lost``, ``settlement`` where one had been made, and
+``target``, the epoch that all were going over to.
 Replaying compares those, so a journal of other code is noticed. A last line that is cut short was never acted upon, and
 is dropped.
 """
@@ -22,9 +23,20 @@ from typing import Any
 import msgspec
 
 from megatron_elas.control import messages
-from megatron_elas.control.commands import Command, Note
+from megatron_elas.control.commands import Command, Note, Reply
 from megatron_elas.control.controller import initial_state, step
-from megatron_elas.control.events import AgentLost, Event, PlanMade, PlanRefused, Restarted, Tick, WorkerSilent
+from megatron_elas.control.events import (
+    AgentLost,
+    ChangeAsked,
+    Event,
+    PlanImproved,
+    PlanKept,
+    PlanMade,
+    PlanRefused,
+    Restarted,
+    Tick,
+    WorkerSilent,
+)
 from megatron_elas.control.launch import Launch
 from megatron_elas.control.states import Resuming, Running, Settling, State
 from megatron_elas.spec.errors import ElasticError, ExitCode
@@ -36,6 +48,9 @@ _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         AgentLost,
+        ChangeAsked,
+        PlanImproved,
+        PlanKept,
         PlanMade,
         PlanRefused,
         Restarted,
@@ -44,11 +59,13 @@ _KINDS: dict[str, type[Any]] = {
         messages.AgentHello,
         messages.CopyDiffered,
         messages.Crashed,
+        messages.Drained,
         messages.Failed,
         messages.FaultFired,
         messages.Finished,
         messages.Hello,
         messages.LeaveOut,
+        messages.Migrated,
         messages.PeerUnreachable,
         messages.Recovered,
         messages.Settled,
@@ -87,6 +104,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     epoch: int | None = None
     lost: tuple[int, ...] = ()
     settlement: Settlement | None = None
+    target: int | None = None
 
     def decode(self) -> Event:
         """The event. Raises msgspec's errors."""
@@ -109,12 +127,13 @@ def make_entry(event: Event, at_s: float, after: State) -> Entry:
         epoch=after.epoch if isinstance(after, Running | Settling | Resuming) else None,
         lost=tuple(sorted(after.roster.lost)),
         settlement=after.settlement if isinstance(after, Resuming) else None,
+        target=after.migration.epoch if isinstance(after, Running) and after.migration is not None else None,
     )
 
 
 def matters(before: State, after: State, commands: Sequence[Command]) -> bool:
     """Whether the event between two states has to be written down."""
-    return after is not before or any(not isinstance(command, Note) for command in commands)
+    return after is not before or any(not isinstance(command, Note | Reply) for command in commands)
 
 
 class Journal:
@@ -213,7 +232,7 @@ def replay(data: bytes, launch: Launch) -> tuple[State, float]:
 
 
 def _compare(number: int, then: Entry, now: Entry) -> None:
-    for name in ("state", "epoch", "lost", "settlement"):
+    for name in ("state", "epoch", "lost", "settlement", "target"):
         if getattr(then, name) != getattr(now, name):
             raise BadJournal(
                 f"the controller cannot go on: after line {number} of its journal {name} was {getattr(then, name)}, "

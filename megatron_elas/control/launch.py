@@ -12,6 +12,16 @@ CostSource = Literal["measured", "profile"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rebalance:
+    """A line of a script: from some step on stages are to have these layers."""
+
+    step: int
+    """Once a worker says that it has come to it, the order is given; it is carried out some steps later."""
+    layers: tuple[int, ...]
+    """Transformer layers of every stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """What was launched; fixed."""
 
@@ -26,6 +36,8 @@ class Launch:
     """Whether plans go by what the job's own steps took, once they did, or by the profile alone."""
     policy: RunningPolicy = "ours"
     """Who plans after a loss, and what layers move to beside training."""
+    rebalances: tuple[Rebalance, ...] = ()
+    """Changes of layers that are ordered while the job runs, by ascending step."""
 
     @property
     def world_size(self) -> int:

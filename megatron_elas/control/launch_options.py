@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_elas.config import ControlTimeouts
 from megatron_elas.control.environment import WorkerEnvironment
-from megatron_elas.control.launch import CostSource, Launch
+from megatron_elas.control.launch import CostSource, Launch, Rebalance
 from megatron_elas.control.messages import Welcome
 from megatron_elas.control.run_dir import JobFile
 from megatron_elas.control.starter_messages import StartWorker, Target
@@ -50,6 +50,7 @@ class LaunchOptions:
     """See ``Launch``."""
     costs: CostSource
     policy: RunningPolicy = "ours"
+    rebalances: tuple[Rebalance, ...] = ()
 
     @property
     def launch(self) -> Launch:
@@ -62,6 +63,7 @@ class LaunchOptions:
             cluster=self.cluster,
             costs=self.costs,
             policy=self.policy,
+            rebalances=self.rebalances,
         )
 
     @property

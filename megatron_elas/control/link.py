@@ -329,20 +329,26 @@ class ControlLink:
             case Recover():
                 self._keep(recover=message)
             case Migrate():
-                self._migrate = message
+                self._keep(migrate=message)
             case Noted(count=count):
                 with self._all_noted:
                     self._outbox.note(count)
                     self._all_noted.notify_all()
 
     def _keep(
-        self, *, start: Start | None = None, quiesce: Quiesce | None = None, recover: Recover | None = None
+        self,
+        *,
+        start: Start | None = None,
+        quiesce: Quiesce | None = None,
+        recover: Recover | None = None,
+        migrate: Migrate | None = None,
     ) -> None:
         with self._changed:
             self._start = start or self._start
             self._quiesce = quiesce or self._quiesce
             self._recover = recover or self._recover
-            for order in (start, recover):
+            self._migrate = migrate or self._migrate
+            for order in (start, recover, migrate):
                 if order is not None:
                     self._plan_epoch = max(self._plan_epoch, order.plan.epoch)
             self._changed.notify_all()

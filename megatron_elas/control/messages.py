@@ -160,6 +160,15 @@ class Migrated(Message, kw_only=True):
     report: MigrationReport
 
 
+class Drained(Message, kw_only=True):
+    """The worker has no seat in the plan of a ``Migrate`` and has done its part of it.
+
+    It stays until it is told to stop, so that a loss before a step is finished without it finds what it holds.
+    """
+
+    worker: int
+
+
 class FaultFired(Message, kw_only=True):
     """A scripted fault strikes now; sent just before it does."""
 
@@ -406,6 +415,21 @@ class InjectRequest(Message, kw_only=True):
     fault: str
 
 
+class DrainRequest(Message, kw_only=True):
+    """From ``elas drain``. Answered by ``Answer``, when there is a plan without the workers, or none."""
+
+    version: int = PROTOCOL_VERSION
+    workers: tuple[int, ...]
+
+
+class RebalanceRequest(Message, kw_only=True):
+    """From ``elas rebalance``. Answered by ``Answer``, when there is a plan, or none."""
+
+    version: int = PROTOCOL_VERSION
+    layers: tuple[int, ...] | None = None
+    """Transformer layers that every stage is to have; None: as the planner likes."""
+
+
 class StatusRequest(Message, kw_only=True):
     """From ``elas status``. Answered by ``Answer``."""
 
@@ -436,6 +460,7 @@ FromClient = (
     | Settled
     | Recovered
     | Migrated
+    | Drained
     | FaultFired
     | Failed
     | Crashed
@@ -445,6 +470,8 @@ FromClient = (
     | WorkerExited
     | WorkerHung
     | InjectRequest
+    | DrainRequest
+    | RebalanceRequest
     | StatusRequest
 )
 """What the controller reads."""

@@ -8,6 +8,7 @@ from megatron_elas.control.link import ControlLink
 from megatron_elas.control.messages import (
     CopyDiffered,
     Crashed,
+    Drained,
     Failed,
     Finished,
     LeaveOut,
@@ -87,6 +88,12 @@ class LinkPort:
     def migrated(self, report: MigrationReport) -> None:
         """Report the first step under the plan of a migration."""
         self._link.send(Migrated(report=report))
+
+    def drained(self) -> None:
+        """This worker has no seat in the plan of a migration and has done its part; it waits, as a spare does, until it
+        is told to stop or the next epoch is announced.
+        """
+        self._link.send(Drained(worker=self._worker))
 
     def finished(self) -> None:
         """Training has reached its end."""

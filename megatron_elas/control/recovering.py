@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from megatron_elas.control import migrating
 from megatron_elas.control.commands import Command, LogLoss, MakePlan, Note, ShowRecovery, Tell, TellAgent
 from megatron_elas.control.crashes import shorten
 from megatron_elas.control.ending import Step, dismiss, finish, stop
@@ -90,6 +91,18 @@ def distrust(state: Resuming, event: Unverified, now: float) -> Step:
     return settling, (quiesce, planning, Note(text=f"{event.sentence}; {remedy}", warning=True))
 
 
+def stay(state: Running, event: Unverified, now: float) -> Step:
+    """A check failed where all go over to another plan: start a new epoch with the same workers, which go on from the
+    layout that is whole, and leave layers where they are.
+    """
+    assert state.migration is not None
+    text = f"on the way to epoch {state.migration.epoch}: {event.sentence}; from now on layers move only after a loss"
+    state = replace(state, roster=replace(state.roster, settled_down=True))
+    settling, quiesce, planning = _begin_epoch(state, (), (), now)
+    outage = replace(settling.outage, unverified=(event.sentence,), began_s=now)
+    return replace(settling, outage=outage), (quiesce, planning, Note(text=text, warning=True))
+
+
 def _begin_epoch(
     state: Training, losses: Sequence[WorkerLost], failures: Sequence[ActivityFailed], now: float
 ) -> tuple[Settling, Tell, MakePlan]:
@@ -97,7 +110,7 @@ def _begin_epoch(
     roster, outage = state.roster, _extend_outage(state, losses, failures)
     settling = Settling(
         roster=roster,
-        epoch=state.epoch + 1,
+        epoch=state.next_epoch,
         outage=outage,
         deadline_s=now + roster.launch.timeouts.settle_timeout_s,
     )
@@ -134,8 +147,11 @@ def _log_losses(state: Training, losses: Sequence[WorkerLost]) -> tuple[Command,
 
 def _extend_outage(state: Training, losses: Sequence[WorkerLost], failures: Sequence[ActivityFailed]) -> Outage:
     match state:
-        case Running(plan=plan):
-            outage = Outage(began_in=plan.placement, plans={plan.epoch: plan})
+        case Running(plan=plan, migration=migration):
+            plans = {plan.epoch: plan}
+            if migration is not None and not migration.arrived:  # workers may hold either layout
+                plans[migration.epoch] = migration.target
+            outage = Outage(began_in=plan.placement, plans=plans)
         case Settling(outage=before) | Resuming(outage=before):
             outage = before
     return replace(outage, losses=(*outage.losses, *losses), failures=(*outage.failures, *failures))
@@ -169,10 +185,12 @@ def worker_finished(state: Training, worker: int) -> Step:
         case Resuming():
             return _run_if_recovered(state)
         case Running():
-            return _let_spares_go(state)
+            running, shown = migrating.conclude(state)
+            let_go, goodbyes = _let_spares_go(running)
+            return let_go, (*shown, *goodbyes)
 
 
-def _let_spares_go(state: Running) -> Step:
+def _let_spares_go(state: Running) -> tuple[Running, tuple[Command, ...]]:
     """Once every worker with a seat has finished, there is nothing left to be a spare for."""
     waiting = set(state.roster.survivors)
     if not waiting or waiting - set(state.plan.placement.spares):
@@ -227,7 +245,7 @@ def _settle(state: Settling, plan: ElasticPlan, plans: Mapping[int, ElasticPlan]
                 f"{state.outage.unverified[-1]}. This job has saved no checkpoint to go on from: restart from the "
                 f"newest one with --load"
             )
-        reports = [_keep_known_layouts(state.reports[worker], plans) for worker in survivors]
+        reports = [_keep_known_layouts(state.reports[worker], plans, state.outage.base) for worker in survivors]
         return settle(reports, plans, state.outage.commit)
     except StateInvalid:
         fallback = fall_back([state.reports[worker] for worker in survivors], plan)
@@ -250,10 +268,13 @@ def _note_waived(outage: Outage, settlement: Settlement) -> tuple[Note, ...]:
     return (Note(text="a save failed on a worker that was lost before it said why; training goes on", warning=True),)
 
 
-def _keep_known_layouts(report: SettleReport, plans: Mapping[int, ElasticPlan]) -> SettleReport:
-    """The report without layouts that are older than what all had recovered under."""
+def _keep_known_layouts(report: SettleReport, plans: Mapping[int, ElasticPlan], base: ElasticPlan) -> SettleReport:
+    """The report without layouts that are older than what all had recovered under.
+
+    A spare takes no part in migrations, so it may know only older ones; it holds nothing that counts.
+    """
     known = tuple(holding for holding in report.holdings if holding.epoch in plans)
-    if not known:
+    if not known and base.placement.find_seat(report.worker) is not None:
         raise StateInvalid(
             f"worker {report.worker} holds state in the layouts of epochs "
             f"{[holding.epoch for holding in report.holdings]}, plans in use are those of {sorted(plans)}. "
@@ -268,6 +289,8 @@ def plan_refused(state: Settling, exit_code: ExitCode, sentence: str) -> Step:
 
 
 def _because(outage: Outage) -> str:
+    if not outage.losses and not outage.failures:
+        return "; ".join(outage.unverified)
     if not outage.losses:
         return ", ".join(f"worker {failure.worker} {failure.detail}" for failure in outage.failures)
     who = ", ".join(f"worker {loss.worker} ({loss.detail})" for loss in outage.losses)
@@ -288,6 +311,7 @@ def _run_if_recovered(state: Resuming) -> Step:
     reports = [state.reports[worker] for worker in sorted(state.reports)]
     if not reports:
         return running, (Note(text=f"epoch {state.epoch}: every survivor finished"), *goodbyes)
+    running, planning = migrating.seek(running)
     return running, (
         *goodbyes,
         ShowRecovery(
@@ -296,6 +320,7 @@ def _run_if_recovered(state: Resuming) -> Step:
             phases_ms=phases_ms(state.outage, find_slowest(reports), state.plan_s),
             facts=facts_of(state.outage, state.plan, find_slowest(reports), longest_background_s(reports)),
         ),
+        *planning,
     )
 
 

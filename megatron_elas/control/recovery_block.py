@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_elas.control.commands import ShowRecovery
+from megatron_elas.control.commands import ShowMigration, ShowRecovery
 from megatron_elas.control.states import Outage
 from megatron_elas.control.step_meter import EpochTimes, format_time
 from megatron_elas.spec.events import WorkerLost
@@ -72,25 +72,25 @@ def format_block(outage: Outage, plan: ElasticPlan, reports: Sequence[RecoveryRe
             f"now      {plan.placement.describe()}",
             f"resumed  step {slowest.resume_step} on {len(seated)} of {len(outage.began_in.workers)} workers, "
             f"{lengths['total']:.1f} ms after {since}, {moved_bytes / 1e6:.1f} MB moved",
-            *_format_table(lengths, slowest.worker),
+            *format_table(lengths, slowest.worker),
             *_format_background(reports),
             RULE,
         ]
     )
 
 
-def add_step_times(recovery: ShowRecovery, summary: Sequence[EpochTimes]) -> ShowRecovery:
+def add_step_times[Block: ShowRecovery | ShowMigration](block: Block, summary: Sequence[EpochTimes]) -> Block:
     """The block with a line about what steps took and are expected to take now, where there is a prediction.
 
     Args:
-        recovery: Of the newest epoch, or one before it.
+        block: Of the newest epoch, or one before it.
         summary: Of all epochs.
     """
-    now = next((times.predicted_s for times in summary if times.epoch == recovery.epoch), None)
+    now = next((times.predicted_s for times in summary if times.epoch == block.epoch), None)
     if now is None:
-        return recovery
+        return block
     before = max(
-        (times for times in summary if times.epoch < recovery.epoch and times.measured_s is not None),
+        (times for times in summary if times.epoch < block.epoch and times.measured_s is not None),
         key=lambda times: times.epoch,
         default=None,
     )
@@ -103,9 +103,9 @@ def add_step_times(recovery: ShowRecovery, summary: Sequence[EpochTimes]) -> Sho
         "measured_before": None if before is None else before.measured_s,
     }
     return replace(
-        recovery,
-        text=f"{recovery.text.removesuffix(RULE)}{line}\n{RULE}",
-        facts={**recovery.facts, "step_s": facts},
+        block,
+        text=f"{block.text.removesuffix(RULE)}{line}\n{RULE}",
+        facts={**block.facts, "step_s": facts},
     )
 
 
@@ -158,7 +158,8 @@ def _format_background(reports: Sequence[RecoveryReport]) -> list[str]:
     )
 
 
-def _format_table(lengths: dict[str, float], worker: int) -> list[str]:
+def format_table(lengths: dict[str, float], worker: int) -> list[str]:
+    """Two lines: the phases, and how long each took on the worker, which was the slowest."""
     columns = [(name, f"{value:.1f}") for name, value in lengths.items()]
     widths = [max(len(name), len(value)) for name, value in columns]
     return [

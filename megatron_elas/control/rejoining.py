@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_elas.control import migrating
 from megatron_elas.control.commands import Command, MakePlan, Note
 from megatron_elas.control.ending import Step
 from megatron_elas.control.events import Restarted
@@ -38,6 +39,8 @@ def go_on(state: State, event: Restarted) -> Step:
             planning = (MakePlan(job=roster.job, epoch=0, old=None, lost=(), domains=roster.domains),)
         case Settling(plan=None):
             planning = (ask_planner(state),)
+        case Running() if state.search is not None:
+            planning = (migrating.ask_planner(state),)
         case _:
             pass
     if isinstance(state, Gathering | Settling | Resuming | Stopping) and state.deadline_s is not None:
@@ -54,6 +57,8 @@ def find_stranger(state: State, again: HelloAgain) -> Stop | None:
         return Stop(exit_code=ExitCode.NOT_STARTED, sentence=sentence)
     if hello.worker in roster.lost:
         return farewell(roster.lost[hello.worker])
+    if hello.worker in roster.drained:
+        return migrating.FAREWELL
     return None
 
 
@@ -63,7 +68,10 @@ def catch_up_worker(state: State, again: HelloAgain) -> tuple[ToWorker, ...]:
         return () if again.finished else (Stop(exit_code=ExitCode.FINISHED, sentence="training is done"),)
     match state:
         case Running(plan=plan) if again.plan_epoch < 0 and plan.epoch == 0:
-            return (Start(plan=plan, addresses=state.roster.addresses_of(plan.placement.workers)),)
+            start = Start(plan=plan, addresses=state.roster.addresses_of(plan.placement.workers))
+            return (start, *_catch_up_migration(state, again))
+        case Running():
+            return _catch_up_migration(state, again)
         case Settling() if again.epoch < state.epoch:
             return (Quiesce(epoch=state.epoch, lost=state.outage.losses),)
         case Resuming() if again.plan_epoch < state.epoch:
@@ -72,6 +80,15 @@ def catch_up_worker(state: State, again: HelloAgain) -> tuple[ToWorker, ...]:
             return (*quiesce, state.order)
         case _:
             return ()
+
+
+def _catch_up_migration(state: Running, again: HelloAgain) -> tuple[ToWorker, ...]:
+    """Whoever missed the order was waited for, so none of those that are told has gone over."""
+    migration = state.migration
+    if migration is None or migration.arrived or again.plan_epoch >= migration.epoch:
+        return ()
+    seated = migration.before.placement.find_seat(again.hello.worker) is not None
+    return (state.migrate,) if seated else ()
 
 
 def catch_up_agent(state: State, node: int, welcome: Welcome) -> tuple[ToAgent, ...]:

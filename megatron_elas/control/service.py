@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
 import msgspec
 from websockets.asyncio.server import Server, ServerConnection, broadcast, serve
@@ -23,16 +24,30 @@ from websockets.exceptions import ConnectionClosed
 from megatron_elas.control.commands import (
     Command,
     EndJob,
+    ImprovePlan,
     LogLoss,
     MakePlan,
     Note,
+    Reply,
+    ShowMigration,
     ShowRecovery,
     Tell,
     TellAgent,
     WelcomeAgents,
 )
 from megatron_elas.control.controller import initial_state, step
-from megatron_elas.control.events import AgentLost, Event, PlanMade, PlanRefused, Restarted, Tick, WorkerSilent
+from megatron_elas.control.events import (
+    AgentLost,
+    ChangeAsked,
+    Event,
+    PlanImproved,
+    PlanKept,
+    PlanMade,
+    PlanRefused,
+    Restarted,
+    Tick,
+    WorkerSilent,
+)
 from megatron_elas.control.health import Health
 from megatron_elas.control.joining import find_agent_problem
 from megatron_elas.control.journal import Journal, matters
@@ -42,6 +57,7 @@ from megatron_elas.control.messages import (
     AgentHello,
     Answer,
     BadMessage,
+    DrainRequest,
     FromClient,
     Heard,
     Heartbeat,
@@ -51,7 +67,9 @@ from megatron_elas.control.messages import (
     InjectRequest,
     Measured,
     Message,
+    Migrated,
     Noted,
+    RebalanceRequest,
     Recovered,
     Settled,
     StatusRequest,
@@ -71,6 +89,7 @@ from megatron_elas.control.rejoining import catch_up_agent, catch_up_worker, fin
 from megatron_elas.control.states import Ended, Gathering, Resuming, Running, State
 from megatron_elas.control.tools import check_injection, describe
 from megatron_elas.control.wire import BACKLOG, OPEN_TIMEOUT_S, OPTIONS, PROTOCOL_VIOLATION, Gate, detect_dead_peers
+from megatron_elas.planner.improve import improve
 from megatron_elas.planner.job_costs import JobCosts
 from megatron_elas.planner.plan import initial_plan, replan
 from megatron_elas.proof import NotAMember
@@ -83,8 +102,18 @@ logger = logging.getLogger(__name__)
 LAST_WORDS_S = 1.0
 """A dead worker's link normally ends at once; a process that inherited it can hold it open."""
 
+ChangeRequest = DrainRequest | RebalanceRequest
+"""Of tools, answered when there is a plan."""
 NOT_OF_WORKERS = (
-    Hello | HelloAgain | AgentHello | AgentHeartbeat | WorkerExited | WorkerHung | InjectRequest | StatusRequest
+    Hello
+    | HelloAgain
+    | AgentHello
+    | AgentHeartbeat
+    | WorkerExited
+    | WorkerHung
+    | InjectRequest
+    | StatusRequest
+    | ChangeRequest
 )
 """Messages that no worker sends, or not twice."""
 
@@ -113,6 +142,24 @@ def make_plan(
     return PlanMade(plan=plan, seconds=time.perf_counter() - began_s)
 
 
+def improve_plan(command: ImprovePlan, costs: JobCosts | None = None) -> PlanImproved | PlanKept:
+    """Run the planner for a job that has lost nobody. Whatever goes wrong there, training goes on as it does."""
+    search = command.search
+    began_s = time.perf_counter()
+    given: dict[str, Any] = {} if search.layers is None else {"layers": search.layers}
+    try:
+        plan = improve(command.job, command.plan, search.epoch, command.domains, costs, search.drained, **given)
+    except ElasticError as error:
+        return PlanKept(search=search, sentence=str(error), failed=True)
+    except Exception as error:
+        logger.exception("no plan for epoch %d, training goes on under the one in force", search.epoch)
+        sentence = f"the planner failed with {type(error).__name__}: {error}"
+        return PlanKept(search=search, sentence=f"{sentence}, see the output of elasrun on node 0", failed=True)
+    if plan is None:
+        return PlanKept(search=search, sentence="no plan was found whose steps are shorter by enough: layers stay")
+    return PlanImproved(search=search, plan=plan, seconds=time.perf_counter() - began_s)
+
+
 class ControlService:
     """Holds the state, applies events to it and carries the commands out."""
 
@@ -123,7 +170,7 @@ class ControlService:
         token: str,
         welcome: Welcome,
         local_agent: Callable[[ToAgent], None],
-        show: Callable[[ShowRecovery], None],
+        show: Callable[[ShowRecovery | ShowMigration], None],
         log: Callable[[LogLoss], None],
         journal: Journal | None = None,
         earlier: tuple[State, float] | None = None,
@@ -136,7 +183,7 @@ class ControlService:
             token: Shared secret.
             welcome: Sent to all agents when the last one has joined.
             local_agent: Takes messages for node 0's agent, which has no connection here.
-            show: Prints a recovery block.
+            show: Prints a block.
             log: Writes a loss down.
             journal: Where to write what changes the state.
             earlier: The state and the time that an earlier controller's journal leads to; then call ``go_on``.
@@ -158,6 +205,8 @@ class ControlService:
         self._hung_up: dict[int, asyncio.Event] = {}
         self._agents: dict[int, ServerConnection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        """Tools that wait, by request."""
         # Wall-clock time for people and for comparison with the workers' marks, that cannot jump.
         self._clock_offset_s = max(time.time(), journaled_s) - time.monotonic()
         self.ended: asyncio.Future[EndJob] = asyncio.get_running_loop().create_future()
@@ -282,9 +331,9 @@ class ControlService:
                 case AgentHello():
                     await self._converse_with_agent(connection, first)
                 case InjectRequest() | StatusRequest():
-                    await connection.send(
-                        encode(msgspec.structs.replace(self._answer(first), run_id=self._welcome.run_id))
-                    )
+                    await self._send_answer(connection, self._answer(first))
+                case DrainRequest() | RebalanceRequest():
+                    await self._send_answer(connection, await self._change(first))
                 case _:
                     raise BadMessage(f"a connection cannot begin with {type(first).__name__}")
         except NotAMember as error:
@@ -354,6 +403,7 @@ class ControlService:
     def _hear(self, worker: int, message: FromClient) -> None:
         if isinstance(message, Heartbeat):
             self._health.hear_progress(worker, message.epoch, message.step, self.now(), message.waiting)
+            self._follow_script(message.step)
             return
         self._health.hear(worker, self.now())
         if isinstance(message, NOT_OF_WORKERS):
@@ -495,6 +545,33 @@ class ControlService:
         self._send([fault.worker], Inject(fault=str(fault)))
         return Answer(ok=True, text=f"worker {fault.worker} will be struck: {fault}")
 
+    async def _send_answer(self, connection: ServerConnection, answer: Answer) -> None:
+        await connection.send(encode(msgspec.structs.replace(answer, run_id=self._welcome.run_id)))
+
+    async def _change(self, request: ChangeRequest) -> Answer:
+        """Have another plan made; the answer comes with it."""
+        number = time.time_ns()  # one that was asked of an earlier controller is another one
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        try:
+            match request:
+                case DrainRequest(workers=workers):
+                    self.apply(ChangeAsked(drained=workers, request=number))
+                case RebalanceRequest(layers=layers):
+                    self.apply(ChangeAsked(layers=layers, request=number))
+            return await answer
+        finally:
+            del self._asked[number]
+
+    def _follow_script(self, step: int) -> None:
+        """Order what the job was launched to do at a step, when a worker has come to it and nothing else goes on."""
+        script, state = self._state.roster.launch.rebalances, self._state
+        done = state.roster.scripted
+        if done == len(script) or step < script[done].step:
+            return
+        if isinstance(state, Running) and state.migration is None and (state.search is None or not state.search.asked):
+            self.apply(ChangeAsked(layers=script[done].layers))
+
     # ------------------------------------------------------------ commands
 
     def _carry_out(self, command: Command) -> None:
@@ -511,7 +588,13 @@ class ControlService:
                 broadcast(self._agents.values(), encode(self._welcome))
             case MakePlan():
                 self._spawn(self._run_planner(command))
-            case ShowRecovery():
+            case ImprovePlan():
+                self._spawn(self._run_improver(command))
+            case Reply(request=request, ok=ok, text=text):
+                waiting = self._asked.get(request)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(Answer(ok=ok, text=text))
+            case ShowRecovery() | ShowMigration():
                 self._follow_plan()
                 self._show(add_step_times(command, self._outlook.meter.summary()))
             case LogLoss():
@@ -537,6 +620,12 @@ class ControlService:
             answer = await asyncio.to_thread(make_plan, command, costs, self._state.roster.launch.policy)
         self.apply(answer)
 
+    async def _run_improver(self, command: ImprovePlan) -> None:
+        with self._ending_on_bugs():
+            costs = self._outlook.reckon(self._state.roster.profile)
+            answer = await asyncio.to_thread(improve_plan, command, costs)
+        self.apply(answer)
+
     @contextlib.contextmanager
     def _ending_on_bugs(self) -> Iterator[None]:
         """A bug of ours must end the job with its traceback, not leave workers waiting for an answer."""
@@ -550,7 +639,7 @@ class ControlService:
 
 def _speaker(message: FromClient) -> int | None:
     """The worker a message says it is from; None for messages that are not of workers."""
-    if isinstance(message, Settled | Recovered | Measured):
+    if isinstance(message, Settled | Recovered | Migrated | Measured):
         return message.report.worker
     worker = getattr(message, "worker", None)
     return worker if isinstance(worker, int) else None

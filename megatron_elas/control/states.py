@@ -8,8 +8,9 @@
         |                                                                +--+---- another is lost ------+
         +-------- cannot go on, or asked to end (from any state) --> Stopping --workers gone--> Ended
 
-``Ended`` is terminal. A job whose workers never join (no ``Hello``) stays in ``Gathering`` until its
-processes end.
+While ``Running``, a better plan may be looked for (``Search``), and all go over to it (``Migration``): nobody stops for
+that, so it is no state of its own. ``Ended`` is terminal. A job whose workers never join (no ``Hello``) stays in
+``Gathering`` until its processes end.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from dataclasses import dataclass, field, replace
 
 from megatron_elas.control.crashes import describe_crash
 from megatron_elas.control.launch import Launch
-from megatron_elas.control.messages import Crashed, FaultFired, Hello, Recover
+from megatron_elas.control.messages import Crashed, FaultFired, Hello, Migrate, Recover
 from megatron_elas.spec.events import ActivityFailed, LossReason, WorkerLost
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.job_profile import JobProfile
 from megatron_elas.spec.layout import Placement
+from megatron_elas.spec.migration import MigrationReport
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 from megatron_elas.spec.transaction import Update
@@ -41,6 +43,8 @@ class Roster:
     hellos: Mapping[int, Hello] = field(default_factory=dict)
     """Of the workers that joined."""
     lost: Mapping[int, WorkerLost] = field(default_factory=dict)
+    drained: frozenset[int] = frozenset()
+    """Workers that have handed over what they had and leave; the others need them no more."""
     finished: frozenset[int] = frozenset()
     exited: Mapping[int, int] = field(default_factory=dict)
     """Exit statuses of the processes that ended; minus the signal number for a signal."""
@@ -53,6 +57,10 @@ class Roster:
     what the survivors hold was possible."""
     crashes: Mapping[int, Crashed] = field(default_factory=dict)
     """Of the workers that said which error they end because of."""
+    settled_down: bool = False
+    """A migration did not stand its checks: none is begun any more unless somebody asks for it."""
+    scripted: int = 0
+    """How many of ``Launch.rebalances`` were ordered."""
 
     @property
     def job(self) -> JobSpec | None:
@@ -71,8 +79,8 @@ class Roster:
 
     @property
     def survivors(self) -> tuple[int, ...]:
-        """Workers that joined, were not lost and have not finished, ascending."""
-        return tuple(sorted(self.hellos.keys() - self.lost.keys() - self.finished))
+        """Workers that joined, were neither lost nor drained and have not finished, ascending."""
+        return tuple(sorted(self.hellos.keys() - self.lost.keys() - self.drained - self.finished))
 
     @property
     def remaining(self) -> tuple[int, ...]:
@@ -109,17 +117,79 @@ class Gathering:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """The planner looks for a plan that is better than the one in force, or lacks some workers, or was asked for."""
+
+    epoch: int
+    """Of the plan that it would be."""
+    drained: tuple[int, ...] = ()
+    """Workers that are to have no part in it, ascending."""
+    layers: tuple[int, ...] | None = None
+    """Transformer layers that every stage is to have; None: as the planner likes."""
+    request: int | None = None
+    """Of the tool that waits for the answer; None: nobody waits."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody has asked for it."""
+        return bool(self.drained) or self.layers is not None or self.request is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migration:
+    """All go over to another plan. It is under way until the last worker has reported, or the next epoch begins."""
+
+    before: ElasticPlan
+    target: ElasticPlan
+    """Those who leave are spares in it."""
+    plan_s: float
+    leaving: tuple[int, ...] = ()
+    """Workers that are drained by it, ascending."""
+    reports: Mapping[int, MigrationReport] = field(default_factory=dict)
+    """The first one proves that all are there."""
+
+    @property
+    def epoch(self) -> int:
+        """Of the plan that is gone over to."""
+        return self.target.epoch
+
+    @property
+    def arrived(self) -> bool:
+        """Whether a step was finished under the new plan."""
+        return bool(self.reports)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
     """Training. A loss moves on to ``Settling``; the last process to end moves on to ``Ended``."""
 
     roster: Roster
     plan: ElasticPlan
-    """Every survivor has committed a step under it (or it is the first one)."""
+    """Every survivor has committed a step under it, or takes part in one that somebody has finished, or it is the first
+    one."""
+    search: Search | None = None
+    migration: Migration | None = None
 
     @property
     def epoch(self) -> int:
         """Of the current membership."""
         return self.plan.epoch
+
+    @property
+    def epochs(self) -> frozenset[int]:
+        """That workers may be in: two while they go over to another plan."""
+        return frozenset({self.epoch} if self.migration is None else {self.epoch, self.migration.epoch})
+
+    @property
+    def next_epoch(self) -> int:
+        """The next one to begin. That of a migration is taken, whether or not anybody has come to it."""
+        return max(self.epochs) + 1
+
+    @property
+    def migrate(self) -> Migrate:
+        """What all with a seat were told when the migration under way began."""
+        assert self.migration is not None
+        return Migrate(plan=self.migration.target, addresses=self.roster.addresses_of(self.roster.survivors))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +206,13 @@ class Outage:
     losses: tuple[WorkerLost, ...] = ()
     """Since the oldest of ``plans``."""
     failures: tuple[ActivityFailed, ...] = ()
-    """What was left out since then. There is a loss or a failure."""
+    """What was left out since then. There is a loss, a failure, or a check that failed."""
     commit: Update | None = None
     """What the last settlement said of an open step. Perhaps none of those who heard of it is left."""
     unverified: tuple[str, ...] = ()
     """Sentences of the checks that failed since then."""
+    began_s: float | None = None
+    """When the first of these failed, where it is what the outage began with."""
     distrusted: bool = False
     """What the survivors hold did not stand the checks: only a checkpoint will do."""
     checkpoint: int | None = None
@@ -154,7 +226,8 @@ class Outage:
     @property
     def detected_s(self) -> float:
         """When the controller knew of the first."""
-        return min([*(loss.at_s for loss in self.losses), *(failure.at_s for failure in self.failures)])
+        times = [*(loss.at_s for loss in self.losses), *(failure.at_s for failure in self.failures)]
+        return min([*times, *([] if self.began_s is None else [self.began_s])])
 
     @property
     def struck_s(self) -> float:
@@ -204,6 +277,16 @@ class Settling:
     plan: ElasticPlan | None = None
     plan_s: float = 0.0
 
+    @property
+    def epochs(self) -> frozenset[int]:
+        """The one that begins."""
+        return frozenset({self.epoch})
+
+    @property
+    def next_epoch(self) -> int:
+        """The next one to begin."""
+        return self.epoch + 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resuming:
@@ -225,6 +308,16 @@ class Resuming:
     def epoch(self) -> int:
         """Of the new membership."""
         return self.plan.epoch
+
+    @property
+    def epochs(self) -> frozenset[int]:
+        """The one that has begun."""
+        return frozenset({self.epoch})
+
+    @property
+    def next_epoch(self) -> int:
+        """The next one to begin."""
+        return self.epoch + 1
 
     @property
     def order(self) -> Recover:

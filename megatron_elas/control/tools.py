@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_elas.control.messages import Answer
+from megatron_elas.control.migration_block import describe_workers
 from megatron_elas.control.states import Ended, Gathering, Resuming, Running, Settling, State, Stopping
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.faults import Fault, check_faults, parse_fault
@@ -47,13 +48,28 @@ def _headline(state: State) -> str:
         case Gathering():
             return f"gathering: {len(roster.hellos)} of {roster.launch.world_size} workers joined"
         case Running(plan=plan):
-            return f"running, epoch {plan.epoch}: {plan.placement.describe()}"
+            return f"running, epoch {plan.epoch}: {plan.placement.describe()}{_describe_change(state)}"
         case Settling():
             return f"settling, epoch {state.epoch}: {len(state.reports)} of {len(roster.survivors)} survivors settled"
         case Resuming(plan=plan):
             return f"resuming, epoch {plan.epoch}: {plan.placement.describe()}"
         case Stopping() | Ended():
             return f"{type(state).__name__.lower()} with exit code {state.exit_code} {state.sentence}".rstrip()
+
+
+def _describe_change(state: Running) -> str:
+    """What is planned or under way while training goes on."""
+    search, migration = state.search, state.migration
+    if migration is not None:
+        target, layers = migration.target, migration.target.layers
+        there = f"{len(migration.reports)} of {len(target.placement.workers)} workers are there"
+        leaving = f", {describe_workers(migration.leaving)} will leave" if migration.leaving else ""
+        counts = ",".join(str(stop - start) for start, stop in layers)
+        return f"\ngoing over to epoch {target.epoch}: {target.placement.describe()}, layers {counts}; {there}{leaving}"
+    if search is None:
+        return ""
+    purpose = "a better plan is looked for" if search.layers is None else "a plan with the layers asked for is made"
+    return f"\n{f'a plan without {describe_workers(search.drained)} is made' if search.drained else purpose}"
 
 
 def _worker_lines(
@@ -64,6 +80,8 @@ def _worker_lines(
         if worker in state.roster.lost:
             loss = state.roster.lost[worker]
             text = f"lost ({loss.reason}, {loss.detail})"
+        elif worker in state.roster.drained:
+            text = "drained" if worker in state.roster.exited else "drained, leaving"
         elif worker in state.roster.finished:
             text = "finished"
         elif worker in state.roster.hellos:
