@@ -102,6 +102,7 @@ class Worker:
             mode,
             args.elastic_snapshot_verify_interval,
             moves_beside=args.elastic_migration != "blocking",
+            migration=self.job.migration,
         )
         self._session = session
         log = Log(environment.worker, Path(environment.run_dir), lambda: session.coming_activity)

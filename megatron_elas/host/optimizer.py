@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -47,15 +48,23 @@ class ShardAccess:
     def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return list(flat.split([piece.numel for piece, _, _ in self._pieces]))
 
-    @torch.no_grad()
     def read(self, flat: torch.Tensor) -> None:
         """Copy the shard into ``flat``, fp32, 3 P + 1 elements. Moments not yet made read as zeros."""
+        self._read(self._pieces, flat)
+
+    def reader(self, layout: ShardLayout) -> Callable[[torch.Tensor], None]:
+        """``read`` of these pieces alone, which must be some of the shard's, in the order of the layout."""
+        by_piece = {found[0]: found for found in self._pieces}
+        return functools.partial(self._read, [by_piece[piece] for piece in layout.pieces])
+
+    @torch.no_grad()
+    def _read(self, pieces: Sequence[tuple[Piece, Any, torch.Tensor]], flat: torch.Tensor) -> None:
         slots = flat[:-1].view(len(SLOTS), -1)
         position = 0
         step = 0.0
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for piece, inner, main in self._pieces:
+        for piece, inner, main in pieces:
             span = slice(position, position + piece.numel)
             state = inner.state.get(main, {})
             targets.append(slots[0, span])

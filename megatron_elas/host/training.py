@@ -143,6 +143,10 @@ class MegatronHost:
         """See Host."""
         return self._access.read
 
+    def piece_reader(self, layout: ShardLayout) -> Callable[[torch.Tensor], None]:
+        """See Host."""
+        return self._access.reader(layout)
+
     def write_shard(self, flat: torch.Tensor) -> None:
         """See Host."""
         self._access.write(flat)

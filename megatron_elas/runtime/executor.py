@@ -12,21 +12,24 @@ recovery starts from there.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_elas.runtime.communicator.membership import Membership
-from megatron_elas.runtime.ports import Control, FaultPoint, Groups, Host, Order
+from megatron_elas.runtime.ports import Control, FaultPoint, Groups, Host, Migration, Order
 from megatron_elas.runtime.restoring import Restoring, make_store, take_over
 from megatron_elas.runtime.snapshots import SnapshotPool
 from megatron_elas.runtime.state import Fit, WorkerState
 from megatron_elas.runtime.store import ShardStore
+from megatron_elas.runtime.streaming import Streaming
 from megatron_elas.runtime.transport.base import Transport
 from megatron_elas.runtime.verification.checks import BEFORE_FORWARD
 from megatron_elas.runtime.verification.rows import Sums
 from megatron_elas.runtime.verification.verify import Copy, Evidence, verify
 from megatron_elas.spec.catalogue import Catalogue, StageContents
 from megatron_elas.spec.errors import EpochChanged, StateInvalid
+from megatron_elas.spec.migration import MIGRATION_PHASES, MigrationReport
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.remap import keeps_model
 from megatron_elas.spec.report import RecoveryReport
@@ -114,16 +117,7 @@ class Executor:
         marks: dict[str, float] = {"settle": time.time()}
         alive = {*plan.placement.workers, *plan.placement.spares}
         seated = plan.placement.find_seat(state.worker) is not None
-        self._groups.edit(
-            Membership(
-                epoch=plan.epoch,
-                addresses={worker: order.addresses[worker] for worker in sorted(alive)},
-                ranks={worker: rank for rank, worker in enumerate(plan.placement.workers)},
-                groups=self._host.plan_groups(plan) if seated else {},
-            )
-        )
-        if self._control.latest_epoch > plan.epoch:  # announced before the edit, which undid its cancel
-            raise EpochChanged(f"epoch {self._control.latest_epoch} was announced before epoch {plan.epoch} began")
+        self._enter(plan, {worker: order.addresses[worker] for worker in sorted(alive)})
         self.lead_activity = settlement.lead_activity
         self.waived_activity = max(self.waived_activity, settlement.waived_activity)
         # A spare that was behind may not have seen the layout; it holds nothing of it either.
@@ -196,6 +190,101 @@ class Executor:
             worker=state.worker, epoch=plan.epoch, resume_step=version, marks_s=marks,
             moved_bytes=0 if beside or restoring is None else restoring.moved_bytes,
         )  # fmt: skip
+
+    def _enter(self, plan: ElasticPlan, addresses: Mapping[int, str]) -> None:
+        """Enter the plan's epoch. Raises EpochChanged when a newer one was announced."""
+        seated = plan.placement.find_seat(self._state.worker) is not None
+        self._groups.edit(
+            Membership(
+                epoch=plan.epoch,
+                addresses=addresses,
+                ranks={worker: rank for rank, worker in enumerate(plan.placement.workers)},
+                groups=self._host.plan_groups(plan) if seated else {},
+            )
+        )
+        if self._control.latest_epoch > plan.epoch:  # announced before the edit, which undid its cancel
+            raise EpochChanged(f"epoch {self._control.latest_epoch} was announced before epoch {plan.epoch} began")
+
+    def go_over(self, order: Migration, streaming: Streaming | None) -> MigrationReport:
+        """Between two steps, take the state to the plan of a migration. All workers with a seat call it; who has none
+        under the new plan is a spare after.
+
+        The old layout stays whole until a step is finished under the new one, whose ``complete`` compares the state.
+
+        Args:
+            order: The plan; nobody is lost.
+            streaming: What has brought the state; None: it moves now.
+
+        Returns:
+            What is known so far.
+
+        Raises:
+            EpochChanged, PeerLost: Cut short.
+        """
+        state, plan = self._state, order.plan
+        assert state.live is not None
+        version, base_plan, base, worker = state.live, state.plan, state.store, state.worker
+        marks = [time.monotonic()]
+        self._strike(version, "migrate-switch", None)
+        self._groups.drain()
+        self._pool.drain()
+        arrivals = None if streaming is None else streaming.finish(version)
+        self._groups.barrier()  # all that came before is over for all: their log lines, too
+        marks.append(time.monotonic())
+        restoring = Restoring(
+            worker=worker,
+            version=version,
+            catalogue=state.catalogue,
+            base_plan=base_plan,
+            base=base,
+            plan=plan,
+            store=take_over(state.catalogue, base_plan, base, plan, worker, self._pool.mode.versions),
+            holders={owner: owner for owner in base_plan.placement.workers},
+            reader=None if version in base.own.held else self._host.shard_reader(),
+            transport=self._transport,
+            arrivals=arrivals,
+        )
+        restoring.run()  # in the old epoch, in which everybody who has something takes part
+        marks.append(time.monotonic())
+        self._strike(version, "migrate-enter", None)
+        self._enter(plan, order.addresses)
+        state.plan = plan
+        store = restoring.store
+        if store is None:
+            state.live = state.fitted = state.gathered = None
+            state.captures.clear()
+            self._pool.forget_copies()
+        else:
+            self._host.follow_groups(plan)
+            self._host.clear_step()
+            self._groups.open_links()
+            marks.append(time.monotonic())
+            self._pool.renew(store, version)
+            self._strike(version, "migrate-rebuild", None)
+            stale = self._rebuild(plan, version, parameters_too=True)
+            if stale:
+                self._host.write_shard(store.own.get(version))
+            self._rewind(version)
+            marks.append(time.monotonic())
+            self._host.sync_parameters()
+            state.gathered = None if stale else version  # what was written is not compared yet
+            self._remap = _Remap(plan=plan, store=store, restoring=restoring, write=False, base=base, borrowed=())
+            state.live = version
+        state.stores[plan.epoch] = (plan, store)
+        marks.append(time.monotonic())
+        phases_s = dict(zip(MIGRATION_PHASES, (end - begin for begin, end in pairwise(marks)), strict=False))
+        return MigrationReport(
+            worker=worker,
+            epoch=plan.epoch,
+            step=version,
+            streamed_steps=0 if streaming is None else streaming.steps,
+            streamed_bytes=0 if streaming is None else streaming.sent_bytes,
+            gradient_bytes=0 if streaming is None else streaming.gradient_bytes,
+            hand_over_s=0.0 if streaming is None else streaming.hand_over_s,
+            moved_bytes=restoring.moved_bytes,
+            blocked_s=marks[-1] - marks[0],
+            phases_s=phases_s,
+        )
 
     @property
     def remapping(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from megatron_elas.runtime.channels import MIGRATION
 from megatron_elas.runtime.communicator.buffers import as_bytes
+from megatron_elas.runtime.streaming import Arrivals
 from megatron_elas.runtime.transport.base import Part, Transport
 from megatron_elas.runtime.verification.checksum import MODULUS
 from megatron_elas.runtime.verification.inspection import range_sums
@@ -28,6 +29,7 @@ def apply_moves(
     sources: dict[int, torch.Tensor],
     target: torch.Tensor | None,
     transport: Transport,
+    arrivals: Arrivals | None = None,
 ) -> tuple[int, tuple[int, ...]]:
     """Fill this worker's new shard, and send others what is held here for them. Called by every holder and owner.
 
@@ -39,6 +41,8 @@ def apply_moves(
         sources: Flat old shard of every owner whose copy is held here, by owner.
         target: Own new flat shard, filled in place; None for a worker that gets none.
         transport: Links to the others.
+        arrivals: What was streamed to this worker before; all other workers have theirs then, and checksums are all
+            that is sent.
 
     Returns:
         Bytes sent to other workers, and the checksum of each slot of the new shard as the sources have it: what
@@ -70,6 +74,10 @@ def apply_moves(
         if move.source == me and move.target == me:
             for old, new in zip(read, written, strict=True):
                 new.copy_(old)
+        elif arrivals is not None:
+            if move.target == me:
+                assert target is not None
+                arrivals.write(move, target, with_step=is_first)
         else:
             sends += [Part(move.target, as_bytes(old)) for old in read]
             receives += [Part(move.source, as_bytes(new)) for new in written]

@@ -41,6 +41,9 @@ class Host(Protocol):
     def shard_reader(self) -> Callable[[torch.Tensor], None]:
         """``read_shard`` of the shard in use now: on any thread, and after a ``rebuild``, until it is updated."""
 
+    def piece_reader(self, layout: ShardLayout) -> Callable[[torch.Tensor], None]:
+        """As ``shard_reader``, of some whole pieces of the shard in use, laid out as a shard of their own."""
+
     def write_shard(self, flat: torch.Tensor) -> None:
         """Make ``flat`` the optimizer shard in use, and cast it into this worker's slice of the parameters."""
 
@@ -225,6 +228,11 @@ class Control(Protocol):
 
     def migrated(self, report: MigrationReport) -> None:
         """Report the first step finished under the plan of a migration."""
+
+    def drained(self) -> None:
+        """A migration has left this worker without a seat: it holds its old shard until it is told to leave, or gets a
+        seat in a later epoch.
+        """
 
     def finished(self) -> None:
         """Training has reached its end."""

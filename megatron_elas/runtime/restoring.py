@@ -13,6 +13,7 @@ import torch
 
 from megatron_elas.runtime.migration import apply_moves
 from megatron_elas.runtime.store import ShardStore
+from megatron_elas.runtime.streaming import Arrivals
 from megatron_elas.runtime.transport.base import Transport
 from megatron_elas.runtime.verification.rows import Sums
 from megatron_elas.spec.catalogue import Catalogue
@@ -38,6 +39,8 @@ class Restoring:
     reader: Callable[[torch.Tensor], None] | None
     """Copies the own shard, which is of ``version``; None when it is kept already."""
     transport: Transport
+    arrivals: Arrivals | None = None
+    """What was streamed here before, in a migration that does so; checksums are all that is sent then."""
     moved_bytes: int = 0
     """Sent to others."""
     sent: Sums | None = None
@@ -64,7 +67,7 @@ class Restoring:
         if store is not None and version not in store.own.held:
             target = store.own.begin(version)
             target[-1] = 0  # stays where there is nothing to own but padding
-        self.moved_bytes, sent = apply_moves(moves, self.worker, sources, target, self.transport)
+        self.moved_bytes, sent = apply_moves(moves, self.worker, sources, target, self.transport, self.arrivals)
         if target is not None:
             self.sent = sent
         if store is not None:

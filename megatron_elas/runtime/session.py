@@ -28,12 +28,14 @@ from typing import Any
 
 from megatron_elas.runtime.comparison import BadCopy
 from megatron_elas.runtime.executor import Executor, gather_catalogue
-from megatron_elas.runtime.ports import Control, FaultPoint, Groups, Host
+from megatron_elas.runtime.migrating import Migrating
+from megatron_elas.runtime.ports import Control, FaultPoint, Groups, Host, Migration
 from megatron_elas.runtime.restoring import make_store
 from megatron_elas.runtime.snapshots import SnapshotMode, SnapshotPool
 from megatron_elas.runtime.state import Fit, WorkerState
 from megatron_elas.runtime.transport.base import Transport
 from megatron_elas.spec.errors import ElasticError, EpochChanged, PeerLost, VerificationFailed, comes_of
+from megatron_elas.spec.migration import MigrationMode, MigrationReport
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 from megatron_elas.spec.transaction import FOLLOWS, StepPhase, Update
@@ -66,6 +68,10 @@ class ToldElsewhere(Exception):
     """What a body raises when it failed on some worker, and another one is told which and why, and passes it on."""
 
 
+class _Unseated(EpochChanged):
+    """A migration has left this worker without a seat."""
+
+
 class Session:
     """One per worker process."""
 
@@ -81,6 +87,7 @@ class Session:
         verify_interval: int = 0,
         *,
         moves_beside: bool = True,
+        migration: MigrationMode = "off",
     ) -> None:
         """Args:
         worker: Its id.
@@ -92,6 +99,7 @@ class Session:
         mode: How copies are kept.
         verify_interval: Steps from one comparison of copies with their owners to the next; 0: none.
         moves_beside: Whether optimizer state may move while the first step after a loss runs.
+        migration: Whether, and how, to go over to other plans while everybody lives.
         """
         self.worker = worker
         self._first_plan: ElasticPlan | None = plan
@@ -104,6 +112,8 @@ class Session:
         self._verify_interval = verify_interval
         """Steps from one comparison of copies with their owners to the next; 0: none."""
         self._moves_beside = moves_beside
+        self._migration: MigrationMode = migration
+        self._migrating: Migrating | None = None
         self._pool: SnapshotPool | None = None
         self._state: WorkerState | None = None
         self._executor: Executor | None = None
@@ -122,6 +132,7 @@ class Session:
         self._lead = 0
         """The most that any survivor had completed at the last recovery."""
         self._open_report: RecoveryReport | None = None
+        self._open_migration: MigrationReport | None = None
         self._unlooked = False
         """Whether the membership has ended and nobody has looked yet of which version the parameters are."""
 
@@ -168,6 +179,7 @@ class Session:
             self._state, host, self._transport, self._pool, self._groups, self._control, self._strike,
             self._moves_beside,
         )  # fmt: skip
+        self._migrating = Migrating(self._state, host, self._transport, self._control, self._migration)
         logger.info(
             "worker %d: optimizer shard of %d elements, backups on workers %s, copies take %.1f MiB of host memory",
             self.worker, store.layout.numel, list(store.backups), store.num_bytes / 2**20,
@@ -179,13 +191,16 @@ class Session:
         """What this worker adds to the two sums that all seated workers make in every step before it exchanges
         gradients: the epoch of the migration that it knows of, and of the one whose state it has; else 0.
         """
-        return 0, 0
+        return self._migrating_in_use.ballot()
 
     def count_ballots(self, sums: tuple[int, int], voters: int) -> None:
         """The sums over all ``voters``: equal on all of them, so all come to the same conclusion in the same step."""
+        _, step = self._in_step()
+        self._migrating_in_use.count_ballots(sums, voters, step)
 
     def exchange_gradients(self) -> None:
-        """The gradients of the step under way are reduced: have them at the backups before going on.
+        """The gradients of the step under way are reduced: have them at the backups before going on, and those of
+        pieces that migrate at their new owners.
 
         Raises:
             EpochChanged: The membership ended.
@@ -194,7 +209,12 @@ class Session:
         self._enter(StepPhase.REDUCE)
         self._complete_remap()
         self._strike(step, "snapshot", None)
-        self._pool_in_use.exchange(state.store, step)
+        gradients = self._pool_in_use.exchange(state.store, step)
+        migrating = self._migrating_in_use
+        if migrating.streaming is not None:
+            assert gradients is not None, "copies cannot follow where gradients are not handed over"
+            self._strike(step, "migrate-hand-over", None)
+            migrating.hand_over(step, gradients)
 
     def prepare(self, update: Update) -> None:
         """The step's norm is known: from here on it is finished, whoever is lost. The optimizer runs after."""
@@ -202,6 +222,7 @@ class Session:
         self._enter(StepPhase.PREPARED)
         state.gathered = None
         self._pool_in_use.follow(state.store, update)
+        self._migrating_in_use.follow(update)
         self._enter(StepPhase.APPLY)
         if self._mode is SnapshotMode.COPY:  # a half-applied update is undone; with replay it is finished
             state.live = None
@@ -221,6 +242,11 @@ class Session:
     def _enter(self, phase: StepPhase) -> None:
         assert phase in FOLLOWS[self._phase], f"worker {self.worker}: {phase} does not follow {self._phase}"
         self._phase = phase
+
+    @property
+    def _migrating_in_use(self) -> Migrating:
+        assert self._migrating is not None
+        return self._migrating
 
     @property
     def _pool_in_use(self) -> SnapshotPool:
@@ -339,6 +365,7 @@ class Session:
         self.run_between(lambda: None)
         (tell or self._control.finished)()
         if self._pool is not None:
+            self._migrating_in_use.end()
             self._pool.close()
 
     @property
@@ -376,16 +403,41 @@ class Session:
         if self._transport.cancelled:
             raise EpochChanged("the membership ended between steps")
         while (live := self._state.live) is not None and live < stop:
+            migration = self._migrating_in_use.due(live)
+            if migration is not None:
+                self._go_over(migration)
             self._transact(live)
+
+    def _go_over(self, order: Migration) -> None:
+        """Take the plan of a migration between two steps.
+
+        Raises:
+            EpochChanged: The membership has ended, or this worker has no seat under the plan.
+        """
+        assert self._state is not None
+        migrating = self._migrating_in_use
+        self._open_migration = self._executor_in_use.go_over(order, migrating.streaming)
+        migrating.end()
+        if self._state.live is None:
+            self._open_migration = None
+            self._control.drained()
+            raise _Unseated(f"worker {self.worker} has no seat in epoch {order.plan.epoch}")
 
     def _complete_remap(self) -> None:
         """Have all optimizer state in its place, and tell with the report what brought it there."""
+        began_s = time.monotonic()
+        if self._open_migration is not None:
+            self._strike(self._open_migration.step, "migrate-verify", None)
         try:
             arrived = self._executor_in_use.complete()
         except VerificationFailed as failed:
             self._control.unverified(self.plan.epoch, failed)
             raise EpochChanged(str(failed)) from failed
-        if arrived is not None:
+        if arrived is None:
+            return
+        if self._open_migration is not None:
+            self._open_migration = replace(self._open_migration, verify_s=time.monotonic() - began_s)
+        else:
             assert self._open_report is not None
             self._open_report = replace(
                 self._open_report, moved_bytes=arrived.moved_bytes, background_s=arrived.background_s
@@ -408,6 +460,9 @@ class Session:
             self._copied = True
         state.captures[step] = host.capture()
         state.captures.pop(step - 2, None)
+        if self._migrating_in_use.begin_step(step):
+            self._strike(step, "migrate-stream", None)
+            self._migrating_in_use.stream(step)
         self._phase = StepPhase.COMPUTE
         self._running = step
         result = body(step)
@@ -421,6 +476,9 @@ class Session:
         if self._open_report is not None:
             self._open_report.marks_s["first_step"] = done_s
             self._report_recovery()
+        if self._open_migration is not None:
+            migration, self._open_migration = self._open_migration, None
+            self._control.migrated(migration)
 
     # ------------------------------------------------------------ recovery
 
@@ -430,7 +488,7 @@ class Session:
         assert state is not None
         self._groups.muted = self._groups.tolerant = False
         self._unlooked = True
-        idle = False
+        idle = isinstance(error, _Unseated)
         while True:
             self._report_peer(error)
             _release_frames(error)
@@ -458,6 +516,8 @@ class Session:
         self._groups.drain()
         self._groups.clear_pending()  # or the groups would stay silent during the recovery
         self._pool_in_use.drain()
+        self._migrating_in_use.end()
+        self._open_migration = None
         unwound_s = time.time()
         self._note_parameters()
         executor.abandon()

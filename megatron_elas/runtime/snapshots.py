@@ -16,6 +16,8 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
+
 from megatron_elas.runtime.channels import SNAPSHOTS
 from megatron_elas.runtime.communicator.buffers import as_bytes
 from megatron_elas.runtime.comparison import BadCopy, compare_copies
@@ -120,9 +122,12 @@ class SnapshotPool:
         self._arriving = None
         return took_s
 
-    def exchange(self, store: ShardStore, step: int) -> None:
+    def exchange(self, store: ShardStore, step: int) -> torch.Tensor | None:
         """Fulfil this worker's duty of the step, whose gradients are reduced: its shard's are at the backups after, and
         those of its wards here.
+
+        Returns:
+            (P,) the gradients of the own shard, as long as the step is under way; None where backups do not need them.
 
         Raises:
             EpochChanged, PeerLost: Cut short.
@@ -132,7 +137,7 @@ class SnapshotPool:
         if self._verify_interval and step % self._verify_interval == 0:
             self._compare(store, step)
         if self.mode is SnapshotMode.COPY:
-            return
+            return None
         store.ready = None
         own = store.gradients()
         self._host.read_gradients(own)
@@ -143,6 +148,7 @@ class SnapshotPool:
             [Part(ward, as_bytes(store.gradients(ward))) for ward in store.wards],
         )
         store.ready = step
+        return own
 
     def _compare(self, store: ShardStore, step: int) -> None:
         """Compare the copies of the state before the step with their owners'."""

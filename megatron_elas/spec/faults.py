@@ -68,11 +68,27 @@ class FaultPhase(enum.StrEnum):
     """In it: before the state is compared."""
     RECOVERY_RESUME = "recovery-resume"
     """In it: verified, before the first step under the new plan."""
+    MIGRATE_STREAM = "migrate-stream"
+    """In a migration, at the begin of a step in which state goes to new owners: before anything of it is sent."""
+    MIGRATE_HAND_OVER = "migrate-hand-over"
+    """In such a step: before gradients of moving pieces go to new owners."""
+    MIGRATE_SWITCH = "migrate-switch"
+    """Between the last step under the old plan and the first one under the new: before anything is done."""
+    MIGRATE_ENTER = "migrate-enter"
+    """There: the new shard is put together; before groups are edited."""
+    MIGRATE_REBUILD = "migrate-rebuild"
+    """There: before model and optimizer are fitted to the plan."""
+    MIGRATE_RESUME = "migrate-resume"
+    """There: all is done, before the first step under the new plan."""
+    MIGRATE_VERIFY = "migrate-verify"
+    """In that step: its gradients are reduced, before the state is compared."""
 
 
 PHASES_WITH_MICROBATCH = frozenset({FaultPhase.FORWARD, FaultPhase.BACKWARD, FaultPhase.EVALUATE, FaultPhase.SAVE})
 RECOVERY_PHASES = tuple(phase for phase in FaultPhase if phase.startswith("recovery"))
 """Of a second fault, which strikes in the recovery from a first."""
+MIGRATION_PHASES = tuple(phase for phase in FaultPhase if phase.startswith("migrate"))
+"""Of a migration, which begins when the controller has a better plan."""
 
 GRAMMAR = (
     f"write KIND:worker=W@step=S,phase=P[,microbatch=M] with KIND {'|'.join(FaultKind)}, "
@@ -88,7 +104,7 @@ class Fault:
     worker: int
     step: int
     """Counted from 0 over the whole training. In a recovery, the step of the first fault: the worker struck
-    second may be one ahead or behind."""
+    second may be one ahead or behind. In a migration, the first step that may be struck."""
     phase: FaultPhase
     microbatch: int | None = None
     """Counted over what the worker runs in one step or evaluation, from 0; None means its first."""
@@ -103,6 +119,8 @@ class Fault:
 
     def strikes_at(self, step: int, phase: FaultPhase, microbatch: int | None = None) -> bool:
         """Whether the place is the fault's own. ``step``: of the worker's training loop."""
+        if self.phase in MIGRATION_PHASES:
+            return step >= self.step and self.phase == phase
         apart = 1 if self.phase in RECOVERY_PHASES else 0
         return abs(step - self.step) <= apart and self.phase == phase and self.microbatch in (None, microbatch)
 

@@ -10,9 +10,10 @@ MigrationMode = Literal["async", "blocking", "off"]
 every step after it, so that at the switch between two steps all is there. ``blocking``: it moves at the switch, while
 nothing else runs. ``off``: layers stay until a stage is lost or memory asks for it."""
 
-MIGRATION_PHASES = ("drain", "groups", "assemble", "rebuild", "gather", "verify")
-"""Parts of the switch, in order of time: copies on their way end; groups enter the epoch; the new shard is put together
-(``blocking``: it moves); model, buffers and optimizer are fitted; parameters are gathered; all is compared."""
+MIGRATION_PHASES = ("drain", "assemble", "groups", "rebuild", "gather")
+"""Parts of the switch, in order of time: everybody comes to it, and copies on their way end; the new shard is put
+together (``blocking``: it moves); groups enter the epoch; model, buffers and optimizer are fitted; parameters are
+gathered. What must fit together is compared at the end of the first step under the new plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,8 @@ class MigrationReport:
     moved_bytes: int = 0
     """Sent at the switch."""
     blocked_s: float = 0.0
-    """From the end of the last step under the old plan to the begin of the first one under the new."""
+    """Between the last step under the old plan and the first one under the new, from when this worker came to it."""
+    verify_s: float = 0.0
+    """What comparing the state, and waiting for new backups' copies, took in the first step under the new plan."""
     phases_s: dict[str, float] = field(default_factory=dict)
     """Seconds of MIGRATION_PHASES; their sum is ``blocked_s``."""

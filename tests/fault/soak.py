@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_elas.spec.errors import ExitCode
-from megatron_elas.spec.faults import RECOVERY_PHASES, Fault, FaultKind, FaultPhase
+from megatron_elas.spec.faults import MIGRATION_PHASES, RECOVERY_PHASES, Fault, FaultKind, FaultPhase
 from tests.fault.runs import Run
 from tests.fault.scenarios import (
     APART,
@@ -53,7 +53,8 @@ DOUBLE, SAME_STEP, FATAL = 0.45, 0.25, 0.06
 """Shares: of events with two losses, of those with the second not in the recovery, of jobs that end fatally."""
 SAVING = 0.15
 """Share of jobs in which a save may be struck."""
-STEP_PHASES = tuple(p for p in FaultPhase if p not in RECOVERY_PHASES and p is not FaultPhase.SAVE)
+_APART = (*RECOVERY_PHASES, *MIGRATION_PHASES, FaultPhase.SAVE)
+STEP_PHASES = tuple(p for p in FaultPhase if p not in _APART)
 TRIES = 40
 """Draws for an event before a job is left as it is."""
 

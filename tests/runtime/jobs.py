@@ -2,22 +2,24 @@
 
 The "model" is one layer per stage at launch, each one parameter of ``NUMEL`` numbers, cut over the replicas like an
 optimizer shard; a step adds ``step + 1`` to every one, so version ``v`` is ``v (v + 1) / 2`` everywhere, whoever
-computed it.
+computed it. In a *patterned* job every element of every slot has a value of its own, and changes at its own speed.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_elas.planner.backups import place_backups
 from megatron_elas.planner.fallback import fall_back
 from megatron_elas.planner.plan import initial_plan, replan
 from megatron_elas.planner.settle import settle
@@ -31,7 +33,8 @@ from megatron_elas.spec.catalogue import Catalogue, Parameter, StageContents
 from megatron_elas.spec.errors import EpochChanged, StateInvalid, VerificationFailed
 from megatron_elas.spec.events import LossReason, WorkerLost
 from megatron_elas.spec.job import JobSpec
-from megatron_elas.spec.migration import MigrationReport
+from megatron_elas.spec.layout import Cell, Placement
+from megatron_elas.spec.migration import MigrationMode, MigrationReport
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 from megatron_elas.spec.shards import ShardLayout
@@ -52,6 +55,18 @@ def make_catalogue(layers: int) -> Catalogue:
     return Catalogue(units=((), *middle, ()))
 
 
+@functools.cache
+def pattern_of(name: str, slot: int) -> torch.Tensor:
+    """(NUMEL,) what is in a slot of the parameter before step 0."""
+    return int(name) * 10_000.0 + slot * 3_000.0 + torch.arange(NUMEL)
+
+
+@functools.cache
+def speed_of(name: str) -> torch.Tensor:
+    """(NUMEL,) how much faster than in a job without pattern each element changes."""
+    return 1.0 + (int(name) + torch.arange(NUMEL)) % 3
+
+
 class Activations:
     """What a step that runs keeps in memory."""
 
@@ -66,6 +81,18 @@ class Announced:
 
     epoch: int
     lost: Sequence[WorkerLost]
+
+
+@dataclass
+class GoOver:
+    """As the control link gives it."""
+
+    plan: ElasticPlan
+    addresses: dict[int, str]
+
+
+class Released(BaseException):
+    """Raised in a drained worker that is told to leave."""
 
 
 @dataclass
@@ -93,12 +120,17 @@ class Job:
         verify_interval: int = 0,
         lazy: bool = True,
         beside: bool = True,
+        layers: Sequence[int] = (),
+        patterned: bool = False,
+        migration: MigrationMode = "off",
     ) -> None:
         self.mode = mode
         self.verify_interval = verify_interval
         self.lazy = lazy
         """Steps leave the gather of parameters to the next one, as with overlapped gathers."""
         self.beside = beside
+        self.patterned = patterned
+        self.migration_mode = migration
         self.spec = JobSpec(
             tensor_parallel=lanes,
             pipeline_parallel=stages,
@@ -106,10 +138,21 @@ class Job:
             micro_batch_size=1,
             num_microbatches=4 * rows,
             snapshot_replicas=copies,
+            stage_layers=tuple(layers),
+            migration=migration,
         )
         self.plan = initial_plan(self.spec, {})
         self.plans = {0: self.plan}
         self.epoch = 0
+        self.in_force = self.plan
+        """The newest plan that all have gone over to, or recovered under."""
+        self.staged: GoOver | None = None
+        self.reserved = 0
+        """Newest epoch that an order has."""
+        self.migrated: dict[int, dict[int, MigrationReport]] = defaultdict(dict)
+        self.drained: set[int] = set()
+        self.left: set[int] = set()
+        """Drained workers that were told to leave."""
         self.decided: Update | None = None
         self.lost: set[int] = set()
         self.finished: set[int] = set()
@@ -129,7 +172,48 @@ class Job:
 
     @property
     def survivors(self) -> list[int]:
-        return [worker.id for worker in self.workers if worker.id not in self.lost]
+        return [worker.id for worker in self.workers if worker.id not in self.lost | self.left]
+
+    def migrate(
+        self,
+        layers: Sequence[tuple[int, int]],
+        stages: Sequence[Sequence[int]] | None = None,
+        drain: Sequence[int] = (),
+    ) -> ElasticPlan:
+        """Order to go over to a plan with these layers, and if asked for with these workers on each stage."""
+        with self.changed:
+            base = self.in_force
+            placement = base.placement
+            if stages is not None:
+                row_of = {cell.workers[0]: cell.row for stage in placement.stages for cell in stage}
+                cells = tuple(tuple(Cell(row=row_of[w], workers=(w,)) for w in stage) for stage in stages)
+                spares = tuple(sorted({*placement.spares, *drain}))
+                placement = Placement(stages=cells, spares=spares)
+            self.reserved = max(self.epoch, self.reserved) + 1
+            plan = replace(
+                base,
+                epoch=self.reserved,
+                placement=placement,
+                layers=tuple(layers),
+                items=base.items[:1] * len(placement.stages),
+                warmups=(),
+                backups=place_backups(placement, {}, self.spec.snapshot_replicas),
+            )
+            self.plans[plan.epoch] = plan
+            living = {worker: self.workers[worker].transport.address for worker in self.survivors}
+            self.staged = GoOver(plan=plan, addresses=living)
+            return plan
+
+    def has_migrated(self, report: MigrationReport) -> None:
+        """A worker has finished a step under the plan; drained ones leave when all have."""
+        with self.changed:
+            plan = self.plans[report.epoch]
+            self.migrated[report.epoch][report.worker] = report
+            if report.epoch > self.in_force.epoch:
+                self.in_force = plan
+            if self.migrated[report.epoch].keys() == set(plan.placement.workers) and self.epoch < report.epoch:
+                self.left |= self.drained
+            self.changed.notify_all()
 
     def lose(self, worker: int) -> None:
         """The controller notices that the worker is gone."""
@@ -153,7 +237,7 @@ class Job:
 
     def _begin_epoch(self) -> None:
         """Cancels before anybody can have been told how to go on, as the control link does."""
-        self.epoch += 1
+        self.epoch = max(self.epoch, self.reserved) + 1
         for survivor in self.survivors:
             self.workers[survivor].transport.cancel()
         self.changed.notify_all()
@@ -164,7 +248,8 @@ class Job:
             self.reports[report.epoch][report.worker] = report
             reports = self.reports[report.epoch]
             if report.epoch == self.epoch and reports.keys() >= set(self.survivors) and report.epoch not in self.orders:
-                plan = replan(self.spec, self.plans[0], self.lost, self.epoch, {})
+                plan = replan(self.spec, self.in_force, self.lost, self.epoch, {})
+                self.drained.clear()
                 self.plans[self.epoch] = plan
                 said = [reports[worker] for worker in self.survivors]
                 try:
@@ -248,6 +333,8 @@ class ToyWorker:
     """Of the last step: a weak reference."""
     steps_run: list[int] = field(default_factory=list)
     steps_missed: list[int] = field(default_factory=list)
+    prebuilt: list[int] = field(default_factory=list)
+    """Epochs of plans that it was told to make ready for."""
     hooks: dict[tuple[str, int], Callable[[], None]] = field(default_factory=dict)
     """By (phase, step), or (phase, epoch) of a recovery: called when this worker is there, once."""
 
@@ -267,12 +354,13 @@ class ToyWorker:
             self.job.mode,
             self.job.verify_interval,
             moves_beside=self.job.beside,
+            migration=self.job.migration_mode,
         )
         self.gathered = True
         """Whether the gather after the last update is over."""
-        self.shard = torch.zeros(self.layout(self.job.plan).flat_numel)
+        self.shard = self.expected_shard(self.job.plan, 0)
         self.fitted = self.job.plan.layers_of(self.id)
-        self.parameters = torch.zeros(NUMEL)
+        self.parameters = self.expected_parameters(self.job.plan, 0)
         """Of all layers of the stage, one after the other."""
         self.step = 0
 
@@ -282,6 +370,26 @@ class ToyWorker:
 
     def layout(self, plan: ElasticPlan) -> ShardLayout:
         return make_catalogue(self.job.spec.num_layers).layout(plan, self.id)
+
+    def expected(self, name: str, slot: int, version: int) -> torch.Tensor:
+        """(NUMEL,) a slot of a parameter in the state before step ``version``."""
+        if not self.job.patterned:
+            return torch.full((NUMEL,), value_of(version))
+        return pattern_of(name, slot) + value_of(version) * speed_of(name)
+
+    def expected_shard(self, plan: ElasticPlan, version: int, owner: int | None = None) -> torch.Tensor:
+        """The flat shard of a worker, this one or another, in an undisturbed run."""
+        layout = make_catalogue(self.job.spec.num_layers).layout(plan, self.id if owner is None else owner)
+        parts = [
+            self.expected(piece.name, slot, version)[piece.start : piece.stop]
+            for slot in range(3)
+            for piece in layout.pieces
+        ]
+        return torch.cat([*parts, torch.tensor([float(version)])])
+
+    def expected_parameters(self, plan: ElasticPlan, version: int) -> torch.Tensor:
+        """Of the own stage, in an undisturbed run."""
+        return torch.cat([self.expected(str(layer), 0, version) for layer in range(*plan.layers_of(self.id))])
 
     # ------------------------------------------------------------ training
 
@@ -297,7 +405,7 @@ class ToyWorker:
             self.place = "finish"
             self.session.finish()
             self.place = "done"
-        except Vanished:
+        except (Vanished, Released):
             pass
         except BaseException as error:
             self.error = error
@@ -310,10 +418,16 @@ class ToyWorker:
         if self.job.lazy:  # until now they were those of the step before
             self.sync_parameters()
         self.strike(step, "backward", None)
-        assert self.parameters.tolist() == [value_of(step)] * len(self.parameters)
+        assert torch.equal(self.parameters, self.expected_parameters(self.session.plan, step))
         self.communicator.barrier()  # stands for the pipeline and the reduction
         self.gradient = torch.full((len(self.shard) // 3,), step + 1.0)
+        if self.job.patterned:
+            pieces = self.layout(self.session.plan).pieces
+            self.gradient *= torch.cat([speed_of(piece.name)[piece.start : piece.stop] for piece in pieces])
         self.strike(step, "reduce", None)
+        ballots = self.communicator.all_gather_rows(self.session.ballot())
+        known, complete = (sum(column) for column in zip(*ballots, strict=True))
+        self.session.count_ballots((known, complete), len(ballots))
         self.session.exchange_gradients()
         self.strike(step, "norm", None)
         norms = self.communicator.all_gather_rows((self.id, step))
@@ -344,7 +458,7 @@ class ToyWorker:
             self.strike(step, "evaluate", None)
             self.communicator.barrier()
             self.evaluated.append((step, float(self.parameters.min())))
-            assert self.parameters.min() == self.parameters.max()
+            assert torch.equal(self.parameters, self.expected_parameters(self.session.plan, self.step))
 
         self.session.run_between(body, missed=lambda: None)
 
@@ -397,6 +511,17 @@ class ToyWorker:
 
         def read(flat: torch.Tensor) -> None:
             flat.copy_(shard)
+
+        return read
+
+    def piece_reader(self, layout: ShardLayout) -> Callable[[torch.Tensor], None]:
+        own, shard = self.layout(self.session.plan), self.shard
+        places = dict(zip(own.pieces, own.offsets(), strict=True))
+        spans = [slice(places[piece], places[piece] + piece.numel) for piece in layout.pieces]
+
+        def read(flat: torch.Tensor) -> None:
+            torch.cat([slot[span] for slot in shard[:-1].view(3, -1) for span in spans], out=flat[:-1])
+            flat[-1] = shard[-1]
 
         return read
 
@@ -502,8 +627,7 @@ class ToyWorker:
     def load_checkpoint(self, step: int) -> None:
         assert self.checkpoint is None or step >= self.checkpoint
         self.loaded.append(step)
-        self.shard.fill_(value_of(step))
-        self.shard[-1] = step
+        self.shard.copy_(self.expected_shard(self.session.plan, step))
         self.step = step
         self._cast()
 
@@ -556,7 +680,10 @@ class ToyWorker:
     def wait_quiesce(self, newer_than: int, *, idle: bool = False) -> Announced:
         if self.id in self.job.lost:
             raise Vanished
-        self.job.wait(lambda: self.job.epoch > newer_than, f"an epoch after {newer_than}")
+        left = self.job.left
+        self.job.wait(lambda: self.job.epoch > newer_than or self.id in left, f"an epoch after {newer_than}")
+        if self.id in left:
+            raise Released
         lost = tuple(
             WorkerLost(worker=worker, reason=LossReason.EXITED, detail="", at_s=0.0) for worker in sorted(self.job.lost)
         )
@@ -577,15 +704,25 @@ class ToyWorker:
         return found
 
     def recovered(self, report: RecoveryReport) -> None:
-        self.job.recovered[report.epoch].append(report)
+        with self.job.changed:
+            self.job.recovered[report.epoch].append(report)
+            if report.epoch > self.job.in_force.epoch:
+                self.job.in_force = self.job.plans[report.epoch]
 
-    migration = None
+    @property
+    def migration(self) -> GoOver | None:
+        staged = self.job.staged
+        return staged if staged is not None and staged.plan.epoch > self.job.epoch else None
 
     def migrated(self, report: MigrationReport) -> None:
-        raise AssertionError("nobody asked for a migration")
+        self.job.has_migrated(report)
+
+    def drained(self) -> None:
+        with self.job.changed:
+            self.job.drained.add(self.id)
 
     def prebuild(self, plan: ElasticPlan) -> None:
-        pass
+        self.prebuilt.append(plan.epoch)
 
     def finished(self) -> None:
         with self.job.changed:
@@ -613,11 +750,14 @@ def job_of(
     verify_interval: int = 0,
     lazy: bool = True,
     beside: bool = True,
+    layers: Sequence[int] = (),
+    patterned: bool = False,
+    migration: MigrationMode = "off",
 ) -> Iterator[Job]:
     """A job whose links are closed at the end."""
     job = Job(
         folder, stages=stages, rows=rows, mode=mode, copies=copies, lanes=lanes, verify_interval=verify_interval,
-        lazy=lazy, beside=beside,
+        lazy=lazy, beside=beside, layers=layers, patterned=patterned, migration=migration,
     )  # fmt: skip
     try:
         yield job
@@ -631,8 +771,6 @@ def check_end(job: Job, steps: int) -> None:
     assert job.finished == set(job.survivors)
     for worker in job.survivors:
         toy = job.workers[worker]
-        toy_values = toy.shard[:-1]
-        assert toy_values.tolist() == [value_of(steps)] * len(toy_values), f"worker {worker}"
-        assert toy.parameters.tolist() == [value_of(steps)] * len(toy.parameters)
-        first, last = toy.session.plan.layers_of(worker)
-        assert len(toy.parameters) == (last - first) * NUMEL
+        plan = toy.session.plan
+        assert torch.equal(toy.shard, toy.expected_shard(plan, steps)), f"worker {worker}"
+        assert torch.equal(toy.parameters, toy.expected_parameters(plan, steps)), f"worker {worker}"

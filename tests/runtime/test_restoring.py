@@ -282,8 +282,8 @@ def test_masters_that_are_not_those_of_the_parameters_end_the_job(
 ) -> None:
     real = restoring.apply_moves
 
-    def apply_moves(moves: Sequence[Move], me: int, sources: Any, target: Any, transport: Any) -> int:
-        sent = real(moves, me, sources, target, transport)
+    def apply_moves(moves: Sequence[Move], me: int, sources: Any, target: Any, *more: Any) -> int:
+        sent = real(moves, me, sources, target, *more)
         if me == 1:
             target[0] += 1
         return sent

@@ -1,0 +1,141 @@
+"""How workers agree on a migration without asking anybody: by two sums that they make in every step anyway.
+
+Every seated worker adds the epoch of the order that it knows of at the begin of the step, and the epoch of the one
+whose state is complete, both else 0. A sum that is an epoch times the number of workers says that all mean this epoch,
+and all see it in the same step:
+
+* all know the order in step ``j``: its state is streamed from step ``j + 1`` on; where it is to move at once
+  (``blocking``) the switch is between ``j`` and ``j + 1``;
+* all have the state in step ``k``, whose gradients are handed over after the sums: the switch is between ``k`` and
+  ``k + 1``.
+
+Any end of the membership ends the migration, and the controller asks for another one if it wants.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from megatron_elas.runtime.ports import Control, Host, Migration
+from megatron_elas.runtime.state import WorkerState
+from megatron_elas.runtime.streaming import Streaming
+from megatron_elas.runtime.transport.base import Transport
+from megatron_elas.spec.migration import MigrationMode
+from megatron_elas.spec.streams import plan_streams
+from megatron_elas.spec.transaction import Update
+
+logger = logging.getLogger(__name__)
+
+
+class Migrating:
+    """One worker's part in migrations, up to the switch. Called on its main thread."""
+
+    def __init__(
+        self, state: WorkerState, host: Host, transport: Transport, control: Control, mode: MigrationMode
+    ) -> None:
+        """Nothing is known.
+
+        Args:
+            state: Of this worker.
+            host: Holds the shard in use.
+            transport: Links to the others.
+            control: Has the newest order.
+            mode: The same on all workers.
+        """
+        self._state = state
+        self._host = host
+        self._transport = transport
+        self._control = control
+        self._mode = mode
+        self._order: Migration | None = None
+        """What this worker votes for."""
+        self._refused = 0
+        self._stream_from: int | None = None
+        self._switch_at: int | None = None
+        self.streaming: Streaming | None = None
+        """From the first step on in which something is sent."""
+
+    def begin_step(self, step: int) -> bool:
+        """Look for an order. Gives whether state is sent or followed in this step, so that ``stream`` is due."""
+        if self._mode == "off":
+            return False
+        if self._stream_from is None:
+            self._look()
+        elif self._mode == "async" and self._order is not None and step == self._stream_from:
+            self.streaming = self._make_streaming(self._order, step)
+        return self.streaming is not None
+
+    def stream(self, step: int) -> None:
+        """Begin to send what is due in this step."""
+        assert self.streaming is not None
+        self.streaming.begin_step(step)
+
+    def _look(self) -> None:
+        """For an order that can be followed from the plan in force."""
+        state, order = self._state, self._control.migration
+        if order is None or order.plan.epoch <= state.plan.epoch:
+            self._order = None
+            return
+        known = self._order
+        if known is not None and known.plan.epoch == order.plan.epoch:
+            return
+        strangers = set(order.plan.placement.workers) - set(state.plan.placement.workers)
+        if strangers:
+            if self._refused != order.plan.epoch:
+                self._refused = order.plan.epoch
+                logger.warning(
+                    "worker %d does not go over to the plan of epoch %d: it seats workers %s, which are spares now and "
+                    "have no part in steps", state.worker, order.plan.epoch, sorted(strangers),
+                )  # fmt: skip
+            self._order = None
+            return
+        self._order = order
+        if order.plan.placement.find_seat(state.worker) is not None:
+            self._host.prebuild(order.plan)
+
+    def _make_streaming(self, order: Migration, step: int) -> Streaming:
+        state = self._state
+        streams = plan_streams(state.catalogue, state.plan, order.plan)
+        return Streaming(state.worker, order.plan.epoch, streams, step, self._transport, self._host)
+
+    def ballot(self) -> tuple[int, int]:
+        """See ``Session.ballot``."""
+        known = 0 if self._order is None else self._order.plan.epoch
+        return known, known if self.streaming is not None and self.streaming.complete else 0
+
+    def count_ballots(self, sums: tuple[int, int], voters: int, step: int) -> None:
+        """See ``Session.count_ballots``."""
+        if self._order is None:
+            return
+        known, complete = sums
+        unanimous = self._order.plan.epoch * voters
+        if self._stream_from is None and known == unanimous:
+            if self._mode == "blocking":
+                self._switch_at = step + 1
+            self._stream_from = step + 1
+        if self._mode == "async" and complete == unanimous:
+            self._switch_at = step + 1
+
+    def hand_over(self, step: int, gradients: torch.Tensor) -> None:
+        """The step's gradients are reduced: have those of moving pieces at their new owners. Raises as an exchange."""
+        if self.streaming is not None:
+            self.streaming.hand_over(step, gradients)
+
+    def follow(self, update: Update) -> None:
+        """The step is sure to be finished."""
+        if self.streaming is not None:
+            self.streaming.follow(update)
+
+    def due(self, step: int) -> Migration | None:
+        """The order to go over to before this step, if any."""
+        return self._order if step == self._switch_at else None
+
+    def end(self) -> None:
+        """This migration is over, or the membership has ended: forget it, and what was sent for it."""
+        streaming, self.streaming = self.streaming, None
+        self._order = None
+        self._stream_from = self._switch_at = None
+        if streaming is not None:
+            streaming.close()

@@ -1,0 +1,72 @@
+"""What goes to new owners while training runs under the old plan: whole pieces, as they are cut at their old owners.
+
+An element-wise update may round elements differently near the end of a tensor, so a copy follows its owner bit for bit
+only if it is cut as the owner's shard is. So a piece of which a new owner needs a part is sent whole. Pure: all workers
+come to the same list.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass
+
+from megatron_elas.spec.catalogue import Catalogue
+from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.remap import plan_remap
+from megatron_elas.spec.shards import Piece, ShardLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """Pieces of one old owner that one new owner lacks; they are sent in one step."""
+
+    owner: int
+    target: int
+    portion: int
+    """How many of this pair come before it: one in each step."""
+    layout: ShardLayout
+    """As a shard of its own."""
+    offsets: tuple[int, ...]
+    """Of every piece inside a slot of the owner's old shard."""
+
+
+def plan_streams(catalogue: Catalogue, base: ElasticPlan, plan: ElasticPlan) -> tuple[Stream, ...]:
+    """All that goes from old owners to new ones, by owner, target and portion.
+
+    A portion is what moves of one unit (a layer, the embedding, the head) between two workers: a replica's share of a
+    layer takes far less time than a step, and steps are not to wait for it.
+
+    Args:
+        catalogue: Of the model.
+        base: The plan in force; all its owners live.
+        plan: The plan to come.
+    """
+    unit_of = {parameter.name: number for number, unit in enumerate(catalogue.units) for parameter in unit}
+    layouts = {worker: catalogue.layout(base, worker) for worker in base.placement.workers}
+    offsets = {worker: layout.offsets() for worker, layout in layouts.items()}
+    needed: dict[tuple[int, int], set[int]] = defaultdict(set)
+    """By owner and target: numbers of the owner's pieces."""
+    for move in plan_remap(catalogue, base, plan, {worker: worker for worker in layouts}):
+        if move.owner != move.target:
+            starts = offsets[move.owner]
+            first = bisect_right(starts, move.old_offset) - 1
+            last = bisect_right(starts, move.old_offset + move.numel - 1) - 1
+            needed[move.owner, move.target].update(range(first, last + 1))
+    streams = []
+    for (owner, target), numbers in sorted(needed.items()):
+        units: dict[int, list[int]] = defaultdict(list)
+        for number in sorted(numbers):
+            units[unit_of[layouts[owner].pieces[number].name]].append(number)
+        for portion, unit in enumerate(sorted(units)):
+            pieces: tuple[Piece, ...] = tuple(layouts[owner].pieces[number] for number in units[unit])
+            streams.append(
+                Stream(
+                    owner=owner,
+                    target=target,
+                    portion=portion,
+                    layout=ShardLayout(pieces=pieces),
+                    offsets=tuple(offsets[owner][number] for number in units[unit]),
+                )
+            )
+    return tuple(streams)
