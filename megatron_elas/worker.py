@@ -25,6 +25,7 @@ from megatron_elas.host.memory import check_node_memory
 from megatron_elas.host.requirements import check_elastic_arguments, describe_job
 from megatron_elas.host.sample_log import SampleLog
 from megatron_elas.host.shape import describe_run, launch_layers
+from megatron_elas.host.step_tracer import StepTracer
 from megatron_elas.platform.detect import detect
 from megatron_elas.platform.host_memory import read_available
 from megatron_elas.runtime.communicator.communicator import Communicator
@@ -111,6 +112,7 @@ class Worker:
             self.attachment, self.pretrain_arguments = join_megatron(
                 args, self.job, start.plan, self._transport, communicator, session, self._strike, log,
                 self._link.measured, emulation,
+                StepTracer(environment.worker, self._link.traced, args.elastic_trace_steps or ()),
             )  # fmt: skip
         except ElasticError as error:
             self._port.failed(int(error.exit_code), str(error))

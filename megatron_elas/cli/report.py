@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_elas.cli.chrome_trace import make_chrome_trace
 from megatron_elas.cli.report_facts import EpochFacts, JobLog, read_job_log
 from megatron_elas.cli.report_page import draw_page
 from megatron_elas.cli.text import format_count, format_pairs, format_span, format_table
@@ -24,22 +25,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--job", metavar="RUN_ID", help="a job that runs here, or how its run id begins; default: the only job here"
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with a plot of the steps")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE",
+        help="write a page with a plot of the steps, and Gantts of those around losses and migrations",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE",
+        help="write the traced steps for Perfetto (ui.perfetto.dev) or chrome://tracing",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
 
 
 def run(flags: argparse.Namespace) -> int:
     """Read and print. Raises BadUsage."""
-    if flags.html is not None and (flags.html.is_dir() or not flags.html.parent.is_dir()):
-        raise BadUsage(f"--html {flags.html} cannot be written: give the path of a file in an existing folder")
+    for name, path in (("--html", flags.html), ("--trace", flags.trace)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise BadUsage(f"{name} {path} cannot be written: give the path of a file in an existing folder")
     log = read_job_log(_find_folder(flags.job) if flags.path is None else flags.path)
     if flags.html is not None:
-        try:
-            flags.html.write_text(draw_page(log, describe(log)), encoding="utf-8")
-        except OSError as error:
-            raise BadUsage(f"--html {flags.html} cannot be written ({error.strerror}): name another file") from error
+        _write("--html", flags.html, draw_page(log, describe(log)))
+    if flags.trace is not None:
+        if not log.traces:
+            raise BadUsage(
+                f"--trace {flags.trace}: no step of {log.folder} was traced, which is done around losses and "
+                f"migrations and from the second step on: let the job run longer, or ask for steps with "
+                f"--elastic-trace-steps"
+            )
+        _write("--trace", flags.trace, json.dumps(make_chrome_trace(log)))
     print(json.dumps(_facts(log), indent=1) if flags.json else describe(log))
     return ExitCode.FINISHED
+
+
+def _write(flag: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadUsage(f"{flag} {path} cannot be written ({error.strerror}): name another file") from error
 
 
 def describe(log: JobLog) -> str:
@@ -73,6 +94,9 @@ def _describe_log(log: JobLog) -> str:
         pairs.append(("steps", f"{format_span(min(steps), max(steps))}: {reports} of {by}"))
     else:
         pairs.append(("steps", "none was measured"))
+    if log.traces:
+        traced = " ".join(map(str, sorted({trace.step for trace in log.traces})))
+        pairs.append(("traced", f"steps {traced}: --html draws them, --trace writes them for Perfetto"))
     if log.unrecovered:
         pairs.append(("lost", f"and not recovered from: {'; '.join(log.unrecovered)}"))
     if log.controller_restarts:
@@ -128,6 +152,7 @@ def _facts(log: JobLog) -> dict[str, Any]:
     return {
         "folder": str(log.folder),
         "epochs": [{**as_table(epoch), "ratio": epoch.ratio} for epoch in log.epochs],
+        "traced_steps": sorted({(trace.epoch, trace.step) for trace in log.traces}),
         "recoveries": [as_table(recovery) for recovery in log.recoveries],
         "unrecovered": log.unrecovered,
         "controller_restarts": log.controller_restarts,

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elas.control.step_log import STEPS_FILE
+from megatron_elas.control.trace_log import TRACES_FILE
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.report import PHASES
 from megatron_elas.spec.step_report import StepReport, read_step_reports
+from megatron_elas.spec.step_trace import StepTrace, read_step_traces
 
 EVENTS_FILE = "events.jsonl"
 
@@ -80,6 +82,8 @@ class Recovery:
     """That it began."""
     lost: tuple[str, ...]
     """Who, from where and why, in words."""
+    seats: tuple[tuple[int, int, int], ...]
+    """(stage, cell, worker) of those of them that had a seat."""
     resume_step: int
     phases_ms: dict[str, float]
     """By name, PHASES in their order, then ``total``."""
@@ -94,6 +98,8 @@ class JobLog:
     events: tuple[Event, ...]
     earlier_runs: int
     """In the same folder, left out."""
+    traces: tuple[StepTrace, ...] = ()
+    """Of steps around losses and migrations; each once per worker, in the order they were told."""
 
     @property
     def epochs(self) -> tuple[EpochFacts, ...]:
@@ -163,8 +169,13 @@ def read_job_log(folder: Path) -> JobLog:
             f"{folder} holds neither {STEPS_FILE} nor {EVENTS_FILE}: give the folder that elasrun --log-dir named on "
             f"node 0, once the job has begun"
         )
-    reports = read_step_reports(steps) if steps.is_file() else ()
-    return _newest_run(folder, reports, read_events(events) if events.is_file() else ())
+    traces = folder / TRACES_FILE
+    return _newest_run(
+        folder,
+        read_step_reports(steps) if steps.is_file() else (),
+        read_events(events) if events.is_file() else (),
+        read_step_traces(traces) if traces.is_file() else (),
+    )
 
 
 def read_events(path: Path) -> tuple[Event, ...]:
@@ -191,8 +202,10 @@ def describe_loss(loss: Event) -> str:
     return f"worker {loss.get('worker')} ({where}): {loss.get('detail') or loss.get('reason')}"
 
 
-def _newest_run(folder: Path, reports: Sequence[StepReport], events: Sequence[Event]) -> JobLog:
-    """Both files are appended to when a folder is used again: the line ``end`` parts the runs."""
+def _newest_run(
+    folder: Path, reports: Sequence[StepReport], events: Sequence[Event], traces: Sequence[StepTrace]
+) -> JobLog:
+    """The files are appended to when a folder is used again: the line ``end`` parts the runs."""
     ends = [place for place, event in enumerate(events) if event["event"] == "end"]
     times = [float(events[place].get("time_s", 0.0)) for place in ends]
     newest_s = max((report.ended_s for report in reports if report.ended_s is not None), default=0.0)
@@ -205,6 +218,7 @@ def _newest_run(folder: Path, reports: Sequence[StepReport], events: Sequence[Ev
         reports=tuple(report for report in reports if report.ended_s is None or report.ended_s > since_s),
         events=tuple(events[begin:]),
         earlier_runs=len(before),
+        traces=tuple(trace for trace in traces if trace.began_s > since_s),
     )
 
 
@@ -251,6 +265,11 @@ def _recovery(event: Event) -> Recovery:
     return Recovery(
         epoch=int(event["epoch"]),
         lost=tuple(describe_loss(loss) for loss in event["lost"]),
+        seats=tuple(
+            (int(loss["stage"]), int(loss["cell"]), int(loss["worker"]))
+            for loss in event["lost"]
+            if loss.get("stage") is not None
+        ),
         resume_step=int(event["resume_step"]),
         phases_ms={name: float(event[name]) for name in (*PHASES, "total") if name in event},
     )

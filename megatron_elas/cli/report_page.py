@@ -1,4 +1,4 @@
-"""``elas report`` as one HTML page that needs no other file: the text, and a plot of steps and events."""
+"""``elas report`` as one HTML page that needs no other file: a plot of steps and events, traced steps, the text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import html
 from collections.abc import Sequence
 
 from megatron_elas.cli.report_facts import EpochFacts, JobLog, StepPoint
+from megatron_elas.cli.report_gantt import draw_steps
+from megatron_elas.cli.report_traces import shown_steps
 from megatron_elas.control.step_meter import format_time
 from megatron_elas.simulator.picture import Box, Line, Picture, Text
 
@@ -28,6 +30,7 @@ def draw_page(log: JobLog, text: str) -> str:
     """
     title = f"elas report: {log.folder}"
     plot = plot_steps(log).svg() if log.reports else ""
+    steps = draw_steps(shown_steps(log)) if log.traces else ""
     return f"""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -39,6 +42,7 @@ svg {{ max-width: 100%; height: auto }}
 </style>
 <h1>{html.escape(title)}</h1>
 {plot}
+{steps}
 <pre>{html.escape(text)}</pre>
 </html>
 """

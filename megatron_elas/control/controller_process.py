@@ -37,6 +37,7 @@ from megatron_elas.control.parent_death import die_with_parent
 from megatron_elas.control.service import ControlService
 from megatron_elas.control.states import State
 from megatron_elas.control.step_log import StepLog
+from megatron_elas.control.trace_log import TRACES_FILE, TraceLog
 from megatron_elas.spec.errors import ExitCode
 
 MAX_LINE_BYTES = 1 << 24
@@ -58,7 +59,11 @@ async def control(link: socket.socket, listener: socket.socket) -> None:
         await writer.drain()
         return
     steps = None if setup.steps is None else StepLog(Path(setup.steps))
-    with contextlib.nullcontext() if steps is None else contextlib.closing(steps):
+    traces = None if setup.steps is None else TraceLog(Path(setup.steps).with_name(TRACES_FILE))
+    with contextlib.ExitStack() as stack:
+        for log in (steps, traces):
+            if log is not None:
+                stack.enter_context(contextlib.closing(log))
         service = ControlService(
             launch=setup.launch,
             token=setup.token,
@@ -69,6 +74,7 @@ async def control(link: socket.socket, listener: socket.socket) -> None:
             journal=journal,
             earlier=earlier,
             log_step=None if steps is None else steps.write,
+            log_trace=None if traces is None else traces.write,
         )
         if earlier is not None:
             service.go_on(max(0.0, time.time() - (setup.down_since_s or time.time())))

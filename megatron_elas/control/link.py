@@ -38,6 +38,7 @@ from megatron_elas.control.messages import (
     Start,
     Stop,
     ToWorker,
+    Traced,
     decode_to_worker,
     encode,
 )
@@ -47,6 +48,7 @@ from megatron_elas.control.wire import PROTOCOL_VIOLATION, dial
 from megatron_elas.proof import NotAMember
 from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged
 from megatron_elas.spec.step_report import StepReport
+from megatron_elas.spec.step_trace import StepTrace
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
 """Between attempts to connect again; doubled each time."""
 FAREWELL_S = 10.0
 """For the controller to note what was said last, before this process ends."""
+MOST_TRACES = 16
+"""That wait for a heartbeat; of more the oldest are dropped."""
 LEAVE_S = 2.0
 """For a thread to end; one that is connecting stays behind, being a daemon."""
 
@@ -111,6 +115,8 @@ class ControlLink:
         self._watch = ProgressWatch(progress_timeout_s, 2 * heartbeat_interval_s)
         self._reports: deque[StepReport] = deque(maxlen=1)
         """The newest one that was not told."""
+        self._traces: deque[StepTrace] = deque(maxlen=MOST_TRACES)
+        """Those that were not told."""
         self._plan_epoch = -1
         self._finished = False
         self._outbox = Outbox()
@@ -151,10 +157,17 @@ class ControlLink:
         """A step has been measured: goes with the next heartbeat, unless a newer one comes before."""
         self._reports.append(report)
 
+    def traced(self, trace: StepTrace) -> None:
+        """A step that matters has been traced: goes with the next heartbeat."""
+        self._traces.append(trace)
+
     def tell_measured(self) -> None:
-        """What was measured last, if that was not told."""
+        """What was measured last, and what was traced, if that was not told."""
         with contextlib.suppress(IndexError):
             self.send(Measured(report=self._reports.pop()))
+        with contextlib.suppress(IndexError):
+            while True:
+                self.send(Traced(trace=self._traces.popleft()))
 
     def mark(self) -> None:
         """The main thread makes progress."""

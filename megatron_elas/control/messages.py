@@ -20,6 +20,7 @@ from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport, SettleReport
 from megatron_elas.spec.shape import ModelShape, TrainingShape
 from megatron_elas.spec.step_report import StepReport
+from megatron_elas.spec.step_trace import StepTrace
 
 PROTOCOL_VERSION = 7
 
@@ -84,6 +85,12 @@ class Measured(Message, kw_only=True):
     """How long the newest finished step of the worker took; at most one per heartbeat, and never repeated."""
 
     report: StepReport
+
+
+class Traced(Message, kw_only=True):
+    """What the worker did in a step that matters (``host.step_tracer``), with its times; never repeated."""
+
+    trace: StepTrace
 
 
 class PeerUnreachable(Message, kw_only=True):
@@ -276,7 +283,7 @@ class Inject(Message, kw_only=True):
 
 
 class Noted(Message, kw_only=True):
-    """So many messages of this connection, not counting hellos, heartbeats and measurements, need not be sent again.
+    """So many messages of this connection, without hellos, heartbeats, measurements and traces, need not be sent again.
 
     The controller has written them to its journal, or they changed nothing.
     """
@@ -377,7 +384,7 @@ class Setup(Message, kw_only=True):
     journal: str
     """Path; written by earlier controllers of the job, if there were any."""
     steps: str | None = None
-    """Path of the file that measured steps are added to; None: nobody wants them."""
+    """Path of the file that measured steps are added to, and traces to one beside it; None: nobody wants them."""
     down_since_s: float | None
     """``time.time()`` when the one before ended; None for the first one."""
 
@@ -452,6 +459,7 @@ FromClient = (
     | HelloAgain
     | Heartbeat
     | Measured
+    | Traced
     | PeerUnreachable
     | Stalled
     | LeaveOut

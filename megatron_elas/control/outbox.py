@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from megatron_elas.control.messages import Heartbeat, Hello, HelloAgain, Measured, Message, Stalled
+from megatron_elas.control.messages import Heartbeat, Hello, HelloAgain, Measured, Message, Stalled, Traced
 
-NOT_KEPT = Heartbeat | Hello | HelloAgain | Measured | Stalled
+NOT_KEPT = Heartbeat | Hello | HelloAgain | Measured | Stalled | Traced
 """What is never repeated as it was: it may not be true any more. Both ends count only the others."""
 
 

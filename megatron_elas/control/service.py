@@ -76,6 +76,7 @@ from megatron_elas.control.messages import (
     Stop,
     StopAll,
     ToAgent,
+    Traced,
     Welcome,
     WorkerExited,
     WorkerHung,
@@ -96,6 +97,7 @@ from megatron_elas.proof import NotAMember
 from megatron_elas.spec.errors import ElasticError, ExitCode
 from megatron_elas.spec.policy import RunningPolicy
 from megatron_elas.spec.step_report import StepReport
+from megatron_elas.spec.step_trace import StepTrace
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +177,7 @@ class ControlService:
         journal: Journal | None = None,
         earlier: tuple[State, float] | None = None,
         log_step: Callable[[StepReport], None] | None = None,
+        log_trace: Callable[[StepTrace], None] | None = None,
     ) -> None:
         """Prepare; nothing runs yet.
 
@@ -188,6 +191,7 @@ class ControlService:
             journal: Where to write what changes the state.
             earlier: The state and the time that an earlier controller's journal leads to; then call ``go_on``.
             log_step: Takes every step that a worker has measured, with what was predicted for it.
+            log_trace: Takes every step that a worker has traced.
         """
         self._gate = Gate(token)
         self._welcome = welcome
@@ -201,6 +205,7 @@ class ControlService:
         self._agent_health = Health(timeouts.heartbeat_timeout_s)
         self._outlook = Outlook(launch)
         self._log_step = log_step
+        self._log_trace = log_trace
         self._workers: dict[int, ServerConnection] = {}
         self._hung_up: dict[int, asyncio.Event] = {}
         self._agents: dict[int, ServerConnection] = {}
@@ -410,6 +415,10 @@ class ControlService:
             raise BadMessage(f"worker {worker} cannot send {type(message).__name__}")
         if isinstance(message, Measured):
             self._measure(message.report)
+            return
+        if isinstance(message, Traced):
+            if self._log_trace is not None:
+                self._log_trace(message.trace)
             return
         self.apply(message)
 
@@ -641,5 +650,7 @@ def _speaker(message: FromClient) -> int | None:
     """The worker a message says it is from; None for messages that are not of workers."""
     if isinstance(message, Settled | Recovered | Migrated | Measured):
         return message.report.worker
+    if isinstance(message, Traced):
+        return message.trace.worker
     worker = getattr(message, "worker", None)
     return worker if isinstance(worker, int) else None

@@ -8,6 +8,7 @@ import math
 from typing import NoReturn
 
 from megatron_elas.spec.errors import BadUsage
+from megatron_elas.spec.step_trace import parse_steps
 
 SNAPSHOT_MODES = ("replay", "copy", "off")
 """What ``--elastic-snapshot`` takes."""
@@ -31,6 +32,13 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         "--elastic-sample-log",
         metavar="PREFIX",
         help="Write the sample ids of every step to PREFIX.WORKER, one JSON line per step.",
+    )
+    group.add_argument(
+        "--elastic-trace-steps",
+        type=_read_steps,
+        metavar="STEPS",
+        help="Steps to trace pass by pass besides those around losses and migrations, such as 5,20-22; they are "
+        "written to traces.jsonl in the folder of elasrun --log-dir.",
     )
     group.add_argument(
         "--elastic-snapshot",
@@ -120,6 +128,13 @@ def _read_interval(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"must be a whole number of steps from 0 up, got '{text}'")
     return int(text)
+
+
+def _read_steps(text: str) -> frozenset[int]:
+    try:
+        return parse_steps(text)
+    except BadUsage as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _read_speed(text: str) -> float:

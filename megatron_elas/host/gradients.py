@@ -107,7 +107,8 @@ def wrap_finalize_gradients(original: Any) -> Any:
     def finalize_model_grads(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> None:
         if attachment().counter.step >= 0:
             attachment().strike(attachment().counter.step, "reduce", None)
-        original(model, None, *args, **kwargs)
+        with attachment().timer.exchanging():
+            original(model, None, *args, **kwargs)
         if num_tokens is None:
             return
         route = attachment().route

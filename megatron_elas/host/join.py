@@ -21,6 +21,7 @@ from megatron_elas.host.logging_seams import share_tensorboard
 from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.host.schedule import PassCounter
 from megatron_elas.host.step_timer import StepTimer
+from megatron_elas.host.step_tracer import StepTracer
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.ports import FaultPoint
 from megatron_elas.runtime.session import Session
@@ -41,10 +42,11 @@ def join_megatron(
     log: Log,
     tell: Callable[[StepReport], None] = lambda report: None,
     emulation: Emulation | None = None,
+    tracer: StepTracer | None = None,
 ) -> tuple[Attachment, dict[str, Any]]:
     """Build all groups and attach to Megatron. Called once per worker, on all workers.
 
-    ``tell`` takes the times of every finished step.
+    ``tell`` takes the times of every finished step, ``tracer`` what it was made of.
 
     Returns:
         The attachment, and the keyword arguments for ``pretrain``.
@@ -68,10 +70,10 @@ def join_megatron(
     keep_data_parallel_size_logical(job.data_parallel)
     route = Route(plan, session.worker)
     if emulation is None:
-        timer = StepTimer(session.worker, tell)
+        timer = StepTimer(session.worker, tell, tracer=tracer)
     else:
         device = emulation.device
-        timer = StepTimer(session.worker, lambda report: tell(replace(report, clock=device.clock)))
+        timer = StepTimer(session.worker, lambda report: tell(replace(report, clock=device.clock)), tracer=tracer)
         emulation.optimizing = timer.optimizing
     attached = Attachment(
         worker=session.worker,

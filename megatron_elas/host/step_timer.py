@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from megatron_elas.host.step_tracer import StepTracer
 from megatron_elas.schedule.orders import split_items
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.plan import ElasticPlan
@@ -47,6 +48,7 @@ class StepTimer:
         worker: int,
         tell: Callable[[StepReport], None],
         clock: Callable[[], float] = time.perf_counter,
+        tracer: StepTracer | None = None,
     ) -> None:
         """Nothing is under way.
 
@@ -54,7 +56,9 @@ class StepTimer:
             worker: Its id.
             tell: Takes the report of every finished step.
             clock: Gives seconds; never goes back.
+            tracer: Told of everything with its times; None: nobody wants to know.
         """
+        self._tracer = tracer
         self._worker = worker
         self._tell = tell
         self._clock = clock
@@ -93,13 +97,18 @@ class StepTimer:
         self._newest = max(self._newest, step)
         self._runs += 1
         # Before any other run is the recovery that it came of, or another step.
-        self._began_s = self._clock() if self._runs > 1 or self._first else self._entered_s
+        now_s = self._clock()
+        self._began_s = now_s if self._runs > 1 or self._first else self._entered_s
+        if self._tracer is not None:
+            self._tracer.begin(epoch, self._began_s, now_s)
 
     def end(self, plan: ElasticPlan, step: int) -> None:
         """That run has ended. Where the clock shows no time between its ends, there is no report of it."""
         self._epoch = plan.epoch
         with contextlib.suppress(BadUsage):
             self._report = self._make_report(plan, step)
+            if self._tracer is not None:
+                self._tracer.end(plan, self._report)
 
     def _make_report(self, plan: ElasticPlan, step: int) -> StepReport:
         stage = plan.placement.seat(self._worker).stage
@@ -137,19 +146,25 @@ class StepTimer:
     @contextmanager
     def pass_(self, kind: str) -> Iterator[None]:
         """A pass of one of ``spec.step_report.PASSES``."""
-        with self._adding_to(self._passes[kind]):
+        with self._adding_to(self._passes[kind], kind):
             yield
 
     @contextmanager
     def optimizing(self) -> Iterator[None]:
         """The optimizer computes."""
-        with self._adding_to(self._optimized):
+        with self._adding_to(self._optimized), self._doing("optimizer"):
+            yield
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """With others: gradients, losses, copies. Counts for nothing but traces."""
+        with self._doing("exchange"):
             yield
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """For the input of a pass."""
-        with self._adding_to(self._waited):
+        with self._adding_to(self._waited, "wait"):
             yield
 
     @contextmanager
@@ -157,17 +172,34 @@ class StepTimer:
         """What this takes is no part of the pass, or of the optimizer's computing, that it lies in."""
         began_s, apart_s = self._clock(), self._apart_s
         try:
-            yield
+            if self._tracer is not None and self._tracer.busy:
+                with self._doing("exchange"):
+                    yield
+            else:
+                yield
         finally:
             self._apart_s = apart_s + self._clock() - began_s
 
     @contextmanager
-    def _adding_to(self, total: _Total) -> Iterator[None]:
+    def _doing(self, kind: str) -> Iterator[None]:
+        """What is traced: not the passes, and not when it is cut short."""
+        if self._tracer is None:
+            yield
+            return
+        before = self._tracer.turn(kind, self._clock())
+        yield
+        self._tracer.turn(before, self._clock())
+
+    @contextmanager
+    def _adding_to(self, total: _Total, traced: str | None = None) -> Iterator[None]:
         """Not counted when it is cut short: neither is its step."""
         began_s, apart_s = self._clock(), self._apart_s
         yield
+        ended_s, apart_s = self._clock(), self._apart_s - apart_s
         total.count += 1
-        total.seconds += self._clock() - began_s - (self._apart_s - apart_s)
+        total.seconds += ended_s - began_s - apart_s
+        if traced is not None and self._tracer is not None:
+            self._tracer.add(traced, began_s, ended_s, apart_s)
 
 
 def _samples_by_kind(plan: ElasticPlan, worker: int) -> dict[str, int]:

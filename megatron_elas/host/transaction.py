@@ -23,9 +23,10 @@ def wrap_chain_step(original: Any) -> Any:
         if attached.counter.step < 0:  # not of a training step
             return original(self)
         assert attached.host is not None
-        sums = attached.host.share_losses(attached.losses, attached.session.ballot())
-        attached.session.count_ballots(sums, len(attached.route.plan.placement.workers))
-        attached.session.exchange_gradients()
+        with attached.timer.exchanging():
+            sums = attached.host.share_losses(attached.losses, attached.session.ballot())
+            attached.session.count_ballots(sums, len(attached.route.plan.placement.workers))
+            attached.session.exchange_gradients()
         _log_samples(attached)
         with attached.timer.optimizing():
             outcome = original(self)

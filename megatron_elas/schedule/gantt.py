@@ -8,14 +8,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_elas.schedule.actions import Action
+from megatron_elas.schedule.chart import (
+    GAP,
+    IDLE,
+    INK,
+    LEFT,
+    RIGHT,
+    ROW,
+    TOP,
+    Mark,
+    Row,
+    chart_height,
+    draw_chart,
+    fits,
+)
 from megatron_elas.schedule.timing import Timeline
 from megatron_elas.spec.errors import BadUsage
 
 COLOURS = {"F": "#4c78a8", "B": "#54a24b", "W": "#eeca3b"}
 TEXT = {"F": "white", "B": "white", "W": "black"}
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradient"}
-ROW, GAP, LEFT, TOP, RIGHT = 22, 4, 60, 34, 60
-"""Pixels."""
 
 
 class Bar(NamedTuple):
@@ -45,40 +57,33 @@ def bars(timeline: Timeline) -> Iterator[Bar]:
             yield Bar(action, cell, row, start, end, flow.samples[flow.index[stage][action.item]])
 
 
+def _rows(timeline: Timeline) -> list[Row]:
+    return [
+        Row(f"{stage}.{cell}", f"{timeline.bubble(stage, cell):.1%}")
+        for stage, cell in timeline.program.schedule.cells()
+    ]
+
+
+def _marks(timeline: Timeline) -> list[Mark]:
+    schedule = timeline.program.schedule
+    split = {place: schedule.is_split(*place) for place in schedule.cells()}
+    return [
+        Mark(
+            row=bar.row,
+            start_s=bar.start_s,
+            end_s=bar.end_s,
+            colour=COLOURS[bar.action.kind],
+            ink=TEXT[bar.action.kind],
+            label=str(bar.action.item),
+            about=bar.describe(split[bar.action.stage, bar.cell]),
+        )
+        for bar in bars(timeline)
+    ]
+
+
 def draw_svg(timeline: Timeline, *, width: int = 1200, title: str = "") -> str:
     """The picture as SVG text; a bar's ``<title>`` says what it is."""
-    schedule = timeline.program.schedule
-    cells = list(schedule.cells())
-    height = TOP + len(cells) * (ROW + GAP) + 24
-    scale = (width - LEFT - RIGHT) / (timeline.step_s or 1.0)
-    split = {place: schedule.is_split(*place) for place in cells}
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{LEFT}" y="18" font-size="13">{html.escape(title)}</text>',
-    ]
-    for row, (stage, cell) in enumerate(cells):
-        y = TOP + row * (ROW + GAP)
-        lines.append(f'<rect x="{LEFT}" y="{y}" width="{width - LEFT - RIGHT}" height="{ROW}" fill="#eeeeee"/>')
-        lines.append(f'<text x="6" y="{y + 15}">{stage}.{cell}</text>')
-        idle = timeline.bubble(stage, cell)
-        lines.append(f'<text x="{width - RIGHT + 6}" y="{y + 15}">{idle:.1%}</text>')
-    for bar in bars(timeline):
-        x, y = LEFT + bar.start_s * scale, TOP + bar.row * (ROW + GAP)
-        wide = (bar.end_s - bar.start_s) * scale
-        label = str(bar.action.item)
-        text = f'<text x="2" y="15" fill="{TEXT[bar.action.kind]}">{label}</text>' if wide > 7 * len(label) + 3 else ""
-        about = html.escape(bar.describe(split[bar.action.stage, bar.cell]))
-        lines.append(
-            f'<g class="bar" transform="translate({x:.2f},{y})"><title>{about}</title><rect width="{wide:.2f}" '
-            f'height="{ROW}" fill="{COLOURS[bar.action.kind]}" stroke="white" stroke-width="0.5"/>{text}</g>'
-        )
-    y = TOP + len(cells) * (ROW + GAP) + 14
-    lines.append(f'<text x="{LEFT}" y="{y}">0 s</text>')
-    lines.append(f'<text x="{width - RIGHT}" y="{y}" text-anchor="end">{timeline.step_s:.6g} s</text>')
-    lines.append("</svg>")
-    return "\n".join(lines)
+    return draw_chart(_rows(timeline), _marks(timeline), span_s=timeline.step_s, width=width, title=title)
 
 
 def draw_html(timeline: Timeline, *, width: int = 1200, title: str = "") -> str:
@@ -118,22 +123,21 @@ def write_png(timeline: Timeline, path: Path, *, width: int = 1200, title: str =
         from PIL import Image, ImageDraw
     except ImportError as error:
         raise BadUsage(f"{path}: PNG needs Pillow, which is missing: 'pip install pillow', or write .svg") from error
-    cells = list(timeline.program.schedule.cells())
-    image = Image.new("RGB", (width, TOP + len(cells) * (ROW + GAP) + 24), "white")
+    rows = _rows(timeline)
+    image = Image.new("RGB", (width, chart_height(len(rows))), "white")
     draw: Any = ImageDraw.Draw(image)
     scale = (width - LEFT - RIGHT) / (timeline.step_s or 1.0)
     draw.text((LEFT, 8), title, fill="black")
-    for row, (stage, cell) in enumerate(cells):
-        y = TOP + row * (ROW + GAP)
-        draw.rectangle((LEFT, y, width - RIGHT, y + ROW - 1), fill="#eeeeee")
-        draw.text((6, y + 5), f"{stage}.{cell}", fill="black")
-        draw.text((width - RIGHT + 6, y + 5), f"{timeline.bubble(stage, cell):.1%}", fill="black")
-    for bar in bars(timeline):
-        x, end, y = LEFT + bar.start_s * scale, LEFT + bar.end_s * scale, TOP + bar.row * (ROW + GAP)
-        draw.rectangle((x, y, max(x, end - 1), y + ROW - 1), fill=COLOURS[bar.action.kind])
-        label = str(bar.action.item)
-        if end - x > 7 * len(label) + 3:
-            draw.text((x + 2, y + 5), label, fill=TEXT[bar.action.kind])
+    for place, row in enumerate(rows):
+        y = TOP + place * (ROW + GAP)
+        draw.rectangle((LEFT, y, width - RIGHT, y + ROW - 1), fill=IDLE)
+        draw.text((6, y + 5), row.label, fill=INK)
+        draw.text((width - RIGHT + 6, y + 5), row.note, fill=INK)
+    for mark in _marks(timeline):
+        x, end, y = LEFT + mark.start_s * scale, LEFT + mark.end_s * scale, TOP + mark.row * (ROW + GAP)
+        draw.rectangle((x, y, max(x, end - 1), y + ROW - 1), fill=mark.colour)
+        if fits(mark, end - x):
+            draw.text((x + 2, y + 5), mark.label, fill=mark.ink)
     image.save(path, format="PNG")
 
 

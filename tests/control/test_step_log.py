@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_elas.control import step_log
+from megatron_elas.control import line_log, step_log
 from megatron_elas.control.step_log import ALL, PAUSE_S, STEPS_FILE, StepLog
 from megatron_elas.spec.step_report import PassTotal, StepReport, read_step_reports
 
@@ -65,15 +65,15 @@ def test_a_folder_that_is_gone_is_said_once(tmp_path: Path, caplog: pytest.LogCa
 
 def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hanging, write, room = threading.Event(), os.write, 20
-    monkeypatch.setattr(step_log, "WAITING", room)
+    monkeypatch.setattr(line_log, "WAITING", room)
     monkeypatch.setattr(os, "write", lambda *arguments: (hanging.wait(), write(*arguments))[1])
     log = StepLog(tmp_path / STEPS_FILE)
     for worker in range(room + 10):
         log.write(make_report(worker, 0))
     log.write(make_report(room + 9, 1))
     hanging.set()
-    log._reports.put(None)
-    log._thread.join()
+    log._lines._values.put(None)
+    log._lines._thread.join()
     reports = read_step_reports(tmp_path / STEPS_FILE)
     assert room <= len(reports) <= room + 1, "one more may have been on its way to the disk"
 

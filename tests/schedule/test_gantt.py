@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megatron_elas.schedule.gantt import COLOURS, LEFT, RIGHT, ROW, TOP, bars, draw_html, draw_svg, write_gantt
+from megatron_elas.schedule.chart import LEFT, RIGHT, ROW, TOP
+from megatron_elas.schedule.gantt import COLOURS, bars, draw_html, draw_svg, write_gantt
 from megatron_elas.schedule.greedy import Limit
 from megatron_elas.schedule.items import deal_round
 from megatron_elas.schedule.split_backward import split_backward
