@@ -9,20 +9,22 @@ Pure: the same inputs give the same plan on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from megatron_elas.planner.choices import Choice, Choices, best_of, time_plan
 from megatron_elas.planner.dataflow import DEALS, Deal, deal_items
-from megatron_elas.planner.finding import REGROUPING, find_plan
+from megatron_elas.planner.finding import REGROUPING, RUNTIME, find_plan
 from megatron_elas.planner.job_costs import JobCosts
 from megatron_elas.planner.plan import check_workers, costs_or_even, finish, list_choices, situation_of
 from megatron_elas.planner.prediction import Candidate, Predictor
 from megatron_elas.planner.running_policies import choose_like, improve_like
-from megatron_elas.planner.search import stay
+from megatron_elas.planner.search import Freedom, stay
 from megatron_elas.planner.situation import Situation, divided
 from megatron_elas.planner.step_plan import Effort
 from megatron_elas.schedule.timing import Deadlock
+from megatron_elas.spec.errors import NoFeasiblePlan
 from megatron_elas.spec.items import StageItems
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan
@@ -46,6 +48,7 @@ def improve(
     costs: JobCosts | None = None,
     drained: Collection[int] = (),
     policy: RunningPolicy = "ours",
+    layers: Sequence[int] | None = None,
 ) -> ElasticPlan | None:
     """The plan to go over to between two steps.
 
@@ -57,13 +60,15 @@ def improve(
         costs: As of ``replan``.
         drained: Workers that leave: they live until the new plan is in force, and have no part in it.
         policy: Who plans.
+        layers: Of every stage, in place of those that would be found.
 
     Returns:
-        None where nothing is better by at least ``LEAST_GAIN``. With drained workers always a plan, of longer steps if
-        need be.
+        None where nothing is better by at least ``LEAST_GAIN``. With drained workers, or given layers, always a plan,
+        of longer steps if need be.
 
     Raises:
-        NoFeasiblePlan: Without the drained workers no cell is left; or another policy than ours cannot go on.
+        NoFeasiblePlan: Without the drained workers no cell is left; the layers are none for the stages; or another
+            policy than ours cannot go on.
         BadUsage: The costs are those of another model.
     """
     left = plan.placement.without(drained)
@@ -72,30 +77,50 @@ def improve(
     check_workers(job, plan, seated, drained, epoch)
     reckoned = costs_or_even(job, seated, costs)
     situation = situation_of(job, seated, plan, reckoned)
+    if layers is not None:
+        chosen = _choose_with(layers, situation, plan, policy, whole=costs is None)
+        return finish(job, chosen, plan, left, epoch, domains, costs)
     if policy == "ours":
-        chosen: Choice | None = _choose(situation, plan, whole=costs is None)
+        found: Choice | None = _choose(situation, plan, REGROUPING, whole=costs is None)
     elif drained:
-        chosen = choose_like(policy, situation)
+        found = choose_like(policy, situation)
     else:
-        chosen = improve_like(policy, situation)
-    if chosen is None:
+        found = improve_like(policy, situation)
+    if found is None:
         return None
     if not drained:
-        cells = sum(chosen.candidate.widths)
+        cells = sum(found.candidate.widths)
         limit_s = time_plan(plan, reckoned.cost, reckoned.link) * (1 - LEAST_GAIN)
-        if chosen.work.step_s > limit_s or not chosen.fits or cells < situation.num_cells:
+        if found.work.step_s > limit_s or not found.fits or cells < situation.num_cells:
             return None
-    return finish(job, chosen, plan, left, epoch, domains, costs)
+    return finish(job, found, plan, left, epoch, domains, costs)
 
 
-def _choose(situation: Situation, plan: ElasticPlan, *, whole: bool) -> Choice:
-    """The best that is found with everything that the runtime carries out."""
+def _choose_with(
+    layers: Sequence[int], situation: Situation, plan: ElasticPlan, policy: RunningPolicy, *, whole: bool
+) -> Choice:
+    """The best with given layers, cells staying. Raises NoFeasiblePlan."""
+    total = situation.cost.num_layers
+    if len(layers) != situation.num_stages or sum(layers) != total or min(layers) < 1 or situation.lost_stages:
+        raise NoFeasiblePlan(
+            f"{list(layers)} layers are none for stages of {list(map(len, situation.rows))} cells: give a number from "
+            f"1 up for each stage, all of which have cells, {total} in all"
+        )
+    # As if they were there already: nothing else than what stages run is looked for.
+    there = replace(situation, cuts=tuple(accumulate(layers, initial=0)))
+    if policy == "ours":
+        return _choose(there, plan, RUNTIME, whole=whole)
+    return choose_like(policy, there)
+
+
+def _choose(situation: Situation, plan: ElasticPlan, freedom: Freedom, *, whole: bool) -> Choice:
+    """The best that is found."""
     seeds = _seeds(situation, plan)
-    found, fits = find_plan(situation, (REGROUPING,), _effort, seeds, whole=whole)
+    found, fits = find_plan(situation, (freedom,), _effort, seeds, whole=whole)
     choices = list_choices(situation, found, fits=fits)
     if found.effort.exact and found.prediction.found.tastes is not None and not any(own.work.orders for own in choices):
         choices += _other_orders(situation, found.candidate)
-        freedom = replace(REGROUPING, split=False, orders=False)
+        freedom = replace(freedom, split=False, orders=False)
         found, fits = find_plan(situation, (freedom,), _effort, seeds, whole=whole)
         choices += list_choices(situation, found, fits=fits)
     return best_of(choices)

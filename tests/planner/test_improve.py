@@ -171,3 +171,27 @@ def test_large_jobs_keep_the_order_of_1f1b() -> None:
     assert better is not None and not better.orders
     assert better.layers != plan.layers
     assert better.predicted_s == pytest.approx(predict_step_s(job, better, costs))
+
+
+@pytest.mark.parametrize("policy", RUNNING_POLICIES)
+@pytest.mark.parametrize("with_costs", [True, False])
+def test_given_layers_are_taken_even_where_steps_get_longer(policy: RunningPolicy, with_costs: bool) -> None:
+    job = job_of()
+    costs = costs_of(job) if with_costs else None
+    plan = initial_plan(job, alone(job), costs)
+    given_layers = improve(job, plan, 1, alone(job), costs, policy=policy, layers=(6, 1, 3, 2))
+    assert given_layers is not None and given_layers.layers == ((0, 6), (6, 7), (7, 10), (10, 12))
+    assert given_layers.placement == plan.placement and given_layers.backups == plan.backups
+    check(job, given_layers, set(range(12)), whole=costs is None)
+    assert given_layers.over_memory == (costs is None), "more than four layers on a device were not there at launch"
+    drained = improve(job, plan, 1, alone(job), costs, (4,), policy, (6, 1, 3, 2))
+    assert drained is not None and drained.layers == given_layers.layers and 4 not in drained.placement.workers
+
+
+@pytest.mark.parametrize("layers", [(3, 3, 3), (3, 3, 3, 4), (4, 0, 4, 4), (3, 3, 3, 2, 1)])
+def test_layers_that_do_not_make_up_the_model_are_refused(layers: tuple[int, ...]) -> None:
+    job = job_of()
+    with pytest.raises(NoFeasiblePlan, match=r"layers are none for stages of \[3, 3, 3, 3\] cells.*12 in all"):
+        improve(job, initial_plan(job, {}), 1, {}, layers=layers)
+    with pytest.raises(NoFeasiblePlan, match=r"none for stages of \[0, 3, 3, 3\] cells"):
+        improve(job, initial_plan(job, {}), 1, {}, drained=(0, 1, 2), layers=(3, 3, 3, 3))
