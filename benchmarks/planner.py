@@ -12,10 +12,13 @@ lines ``RESULT name=value unit``:
 * ``own@GRID/LOSS``: the same, relative to what ours predicts without a loss instead of stock 1F1B;
 * ``quick@GRID/LOSS``: step time of the plan that is made while workers wait, relative to that of the thorough one,
   which all other figures are of; both timed exactly;
-* ``job@GRID/LOSS``: samples per second of the plan that the running job carries out today, relative to ours: its
-  runtime cuts and joins micro-batches, in the order of 1F1B, and keeps layers where they are while they fit;
+* ``job@GRID/LOSS``: samples per second of what a running job does after its migration (``planner.improve``), relative
+  to ours, whose clocks may be raised besides; ``now@GRID/LOSS``: of what it does until then (``planner.plan``), layers
+  being where they were; ``job_vs_recycle@GRID/LOSS`` and ``job_vs_torchft@GRID/LOSS``: of the former, relative to
+  these policies. The job is one that can split its backward passes (``JobSpec.split_backward``);
 * ``vs_POLICY@GRID/LOSS``: samples per second of ours relative to that policy's; ``no plan`` where it cannot go on;
-* ``share_min``, ``own_min``, ``vs_POLICY_min``: the least of all; ``quick_max``: the most;
+* ``share_min``, ``own_min``, ``job_min``, ``now_min``, ``vs_POLICY_min``: the least of all; ``quick_max``: the most;
+* ``improve_s``, ``improve_s_max``: median and most processor time of the search for a migration, over all losses;
   ``share_min@m>=4pp``: of grids with four micro-batches per stage and row, or more;
   ``vs_POLICY_min@paper``: of grids like those that ElasWave is about, two rows and a deep pipeline: ``PAPER_LIKE``;
 * ``boost_time@GRID/LOSS/PLAN``, ``boost_energy``, ``slow_time``, ``slow_energy``: step time and energy of a step, with
@@ -24,7 +27,9 @@ lines ``RESULT name=value unit``:
   ``plan_wall_ms@96``, ``plan_wall_s@100000``: by the clock on the wall, which other load on the machine makes longer;
 * ``replan_ms@96``, ``replan_s@100000``, ``replan_wall_ms@96``, ``replan_wall_s@100000``: the same of all that the
   running job's planner does after the loss of a worker: what is planned, who sits where, items, warm-ups, backups, and
-  the prediction.
+  the prediction;
+* ``improve_s@96``, ``improve_s@100000``, ``improve_wall_s@96``, ``improve_wall_s@100000``: of the search for a
+  migration that follows, beside training.
 
 A grid is written ``pp8dp2m32b2``: stages, rows, micro-batches per row, samples in each. Those of the second job and
 device are named after these: ``13b-h100.pp8dp2m32b2``.
@@ -42,14 +47,17 @@ import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_elas.planner.clocks import Clocked
+from megatron_elas.planner.finding import RUNTIME
+from megatron_elas.planner.improve import improve
 from megatron_elas.planner.job_costs import JobCosts
-from megatron_elas.planner.plan import RUNTIME, choose, initial_plan, replan
+from megatron_elas.planner.plan import initial_plan, replan
 from megatron_elas.planner.policies import POLICIES, PolicyStep, ours, recycle, stock
 from megatron_elas.planner.prediction import Predictor
 from megatron_elas.planner.search import Freedom
@@ -85,6 +93,8 @@ OTHER_GRIDS = ("pp4dp3m16b4", "pp8dp2m16b6", "pp8dp2m32b2", "pp8dp6m16b1")
 CLOCK_GRIDS = ("pp4dp3m32b3", "pp8dp2m32b2")
 COLUMNS = ("vs_recycle", "staggered_vs_recycle", "vs_torchft", "vs_oobleck", "vs_elaswave", "vs_restart")
 RIVALS = ("torchft", "oobleck", "elaswave", "restart")
+JOB_RIVALS = ("recycle", "torchft")
+"""That the running job is compared with as well."""
 
 
 def read_grid(text: str) -> tuple[int, int, int, int]:
@@ -130,13 +140,41 @@ def quick_ratio(now: Situation, thorough: PolicyStep) -> float | None:
     return found.step_s / thorough.step_s
 
 
+class JobStep(NamedTuple):
+    """What a running job does after a loss. Seconds; None: it does not fit the memory."""
+
+    now_s: float | None
+    """Of a step until layers have moved."""
+    after_s: float | None
+    """Of a step then."""
+    search_s: float
+    """Processor time of the search for what moves."""
+
+
+def job_step(begin: Situation, lost: Sequence[tuple[int, int]]) -> JobStep:
+    """A running job that can split its backward passes loses cells (stage, row), and nobody is spare."""
+    layers = tuple(last - first for first, last in pairwise(begin.cuts))
+    job = replace(begin.job, stage_layers=layers, split_backward=True)
+    costs = JobCosts(cost=begin.cost, memory_bytes=begin.memory_bytes, link=begin.link)
+    lanes = job.tensor_parallel
+    gone = {(stage * job.data_parallel + row) * lanes + lane for stage, row in lost for lane in range(lanes)}
+    domains = {worker: f"node{worker // 8}" for worker in range(job.world_size)}
+    now = replan(job, initial_plan(job, domains, costs), gone, 1, domains, costs)
+    began_s = time.thread_time()
+    after = improve(job, now, 2, domains, costs)
+    search_s = time.thread_time() - began_s
+    return JobStep(*(None if plan.over_memory else plan.predicted_s for plan in (now, after or now)), search_s)
+
+
 class Line(NamedTuple):
     """What is said of a loss. None: there is no such plan."""
 
     share: float
     own: float
     quick: float | None
+    now: float | None
     job: float | None
+    improve_s: float
     ratios: dict[str, float | None]
     bound: str
 
@@ -148,31 +186,40 @@ class Table:
         self.shares: dict[str, float] = {}
         self.owns: list[float] = []
         self.quicks: list[float] = []
-        self.jobs: list[float] = []
+        self.jobs: dict[str, list[float]] = {"now": [], "job": []}
+        self.searches_s: list[float] = []
         self.ratios: dict[str, dict[str, float]] = defaultdict(dict)
         self.results: list[str] = []
 
     def begin(self, title: str) -> None:
         """A job's losses follow."""
         titles = "".join(f"{name.replace('staggered', 'stag'):>16}" for name in COLUMNS)
-        print(f"\n{title}\n{'grid':22}{'loss':12}{'share':>7}{'own':>7}{'quick':>8}{'job':>8}{titles}  bound")
+        print(f"\n{title}\n{'grid':22}{'loss':12}{'share':>7}{'own':>7}{'quick':>8}{'now':>8}{'job':>8}{titles}  bound")
 
     def add(self, name: str, line: Line) -> None:
         """One loss."""
         grid, _, loss = name.partition("/")
         columns = "".join(f"{_text(line.ratios[column]):>16}" for column in COLUMNS)
-        quick, job = _text(line.quick), _text(line.job)
+        quick, now, job = _text(line.quick), _text(line.now), _text(line.job)
         print(
-            f"{grid:22}{loss:12}{line.share:7.3f}{line.own:7.3f}{quick:>8}{job:>8}{columns}  {line.bound}", flush=True
+            f"{grid:22}{loss:12}{line.share:7.3f}{line.own:7.3f}{quick:>8}{now:>8}{job:>8}{columns}  {line.bound}",
+            flush=True,
         )
         self.shares[name] = line.share
         self.owns.append(line.own)
         if line.quick is not None:
             self.quicks.append(line.quick)
-        if line.job is not None:
-            self.jobs.append(line.job)
-        for what, value in (("share", line.share), ("own", line.own), ("quick", line.quick), ("job", line.job)):
+        self.searches_s.append(line.improve_s)
+        for what, value in (("now", line.now), ("job", line.job)):
+            if value is not None:
+                self.jobs[what].append(value)
+        columns = {"share": line.share, "own": line.own, "quick": line.quick, "now": line.now, "job": line.job}
+        for what, value in columns.items():
             self.results.append(f"{what}@{name}={_text(value)} ratio")
+        for rival in JOB_RIVALS:
+            ratio = line.ratios[f"vs_{rival}"]
+            if line.job is not None and ratio is not None:
+                line.ratios[f"job_vs_{rival}"] = line.job * ratio
         for rival, ratio in line.ratios.items():
             self.results.append(f"{rival}@{name}={_text(ratio)} ratio")
             if ratio is not None:
@@ -186,7 +233,10 @@ class Table:
         print(f"RESULT share_min={min(self.shares.values()):.3f} ratio")
         print(f"RESULT own_min={min(self.owns):.3f} ratio")
         print(f"RESULT quick_max={max(self.quicks, default=1.0):.3f} ratio")
-        print(f"RESULT job_min={min(self.jobs, default=1.0):.3f} ratio")
+        for what, values in self.jobs.items():
+            print(f"RESULT {what}_min={min(values, default=1.0):.3f} ratio")
+        print(f"RESULT improve_s={statistics.median(self.searches_s):.2f} s")
+        print(f"RESULT improve_s_max={max(self.searches_s):.2f} s")
         many = [share for name, share in self.shares.items() if _is_long(name)]
         if many:
             print(f"RESULT share_min@m>=4pp={min(many):.3f} ratio")
@@ -241,9 +291,9 @@ def compare(begin: Situation, grid: str, table: Table, effort: Effort, *, prefix
                 ratios[f"vs_{rival}"] = step.samples_per_s / POLICIES[rival](begin, lost).samples_per_s
             except NoFeasiblePlan:
                 ratios[f"vs_{rival}"] = None
-        job = choose(now)
-        job_ratio = step.step_s / job.work.step_s if job.fits else None
-        line = Line(share, own, quick_ratio(now, step), job_ratio, ratios, bound_of(step, own))
+        job = job_step(begin, lost)
+        now_ratio, job_ratio = (seconds and step.step_s / seconds for seconds in (job.now_s, job.after_s))
+        line = Line(share, own, quick_ratio(now, step), now_ratio, job_ratio, job.search_s, ratios, bound_of(step, own))
         table.add(f"{prefix}{grid}/{loss}", line)
 
 
@@ -297,14 +347,24 @@ def planning_s(plan: Callable[[], object], times: int) -> tuple[float, float]:
     return statistics.median(on_processor), statistics.median(on_wall)
 
 
-def replanning(profile: JobProfile, cluster: Cluster, lost: tuple[int, int]) -> Callable[[], ElasticPlan]:
-    """What the running job's planner does when a worker of a cell (stage, row) is lost; nodes are of eight workers."""
-    job = replace(profile.spec, stage_layers=profile.shape.layers)
+class Planning(NamedTuple):
+    """What the running job's planner does when a worker is lost."""
+
+    replan: Callable[[], ElasticPlan]
+    """While workers wait."""
+    improve: Callable[[], ElasticPlan | None]
+    """Beside training."""
+
+
+def planning_of(profile: JobProfile, cluster: Cluster, lost: tuple[int, int]) -> Planning:
+    """After a worker of a cell (stage, row); nodes are of eight workers."""
+    job = replace(profile.spec, stage_layers=profile.shape.layers, split_backward=True)
     costs = JobCosts.of(profile, cluster)
     domains = {worker: f"node{worker // 8}" for worker in range(job.world_size)}
     stage, row = lost
     worker = (stage * job.data_parallel + row) * job.tensor_parallel
-    return partial(replan, job, initial_plan(job, domains, costs), {worker}, 1, domains, costs)
+    again = partial(replan, job, initial_plan(job, domains, costs), {worker}, 1, domains, costs)
+    return Planning(again, partial(improve, job, again(), 2, domains, costs))
 
 
 def print_planning_times() -> None:
@@ -317,10 +377,14 @@ def print_planning_times() -> None:
     )
     for (job, cluster, lost), size, unit, per_s, times in ((few, 96, "ms", 1e3, 41), (many, 100_000, "s", 1.0, 5)):
         plan = partial(make_plan, Situation.of(job, cluster, [lost]), effort=QUICK)
-        for name, what in (("plan", plan), ("replan", replanning(job, cluster, lost))):
+        running = planning_of(job, cluster, lost)
+        for name, what in (("plan", plan), ("replan", running.replan)):
             used, passed = planning_s(what, times)
             print(f"RESULT {name}_{unit}@{size}={used * per_s:.2f} {unit}")
             print(f"RESULT {name}_wall_{unit}@{size}={passed * per_s:.2f} {unit}", flush=True)
+        used, passed = planning_s(running.improve, 3)
+        print(f"RESULT improve_s@{size}={used:.2f} s")
+        print(f"RESULT improve_wall_s@{size}={passed:.2f} s", flush=True)
 
 
 def main() -> None:

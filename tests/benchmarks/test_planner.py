@@ -13,9 +13,9 @@ from benchmarks.planner import (
     Table,
     compare,
     list_losses,
+    planning_of,
     planning_s,
     read_grid,
-    replanning,
     situation_of,
 )
 from megatron_elas.planner.step_plan import QUICK, Effort, make_plan
@@ -45,7 +45,9 @@ def test_every_loss_gives_its_results(capsys: pytest.CaptureFixture[str]) -> Non
     for loss in list_losses(4, 2):
         assert f"RESULT share@pp4dp2m4b1/{loss}=" in printed
         assert f"RESULT vs_recycle@pp4dp2m4b1/{loss}=" in printed
+        assert f"RESULT job@pp4dp2m4b1/{loss}=" in printed and f"RESULT now@pp4dp2m4b1/{loss}=" in printed
     assert "RESULT share_min=" in printed and "RESULT vs_recycle_min=" in printed
+    assert "RESULT job_min=" in printed and "RESULT job_vs_torchft_min=" in printed and "RESULT improve_s=" in printed
 
 
 def test_the_second_job_has_grids_of_the_first_ones_form() -> None:
@@ -59,7 +61,10 @@ def test_planning_is_timed_on_the_processor_and_on_the_wall() -> None:
 
 
 def test_a_running_job_s_plan_is_one_without_the_lost_worker() -> None:
-    plan = replanning(load_job("llama2-34b"), load_cluster("npu-96"), (1, 2))()
+    running = planning_of(load_job("llama2-34b"), load_cluster("npu-96"), (1, 2))
+    plan = running.replan()
     # Four stages of six cells of four workers.
     assert [len(cells) for cells in plan.items] == [6, 5, 6, 6] and 4 * (6 + 2) not in plan.placement.workers
-    assert plan.predicted_s is not None
+    better = running.improve()
+    assert better is not None and better.layers != plan.layers
+    assert plan.predicted_s is not None and better.predicted_s is not None and better.predicted_s < plan.predicted_s
