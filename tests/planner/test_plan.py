@@ -14,7 +14,7 @@ from megatron_elas.spec.cost import JobCost, UnitCost, Work
 from megatron_elas.spec.errors import NoFeasiblePlan
 from megatron_elas.spec.items import whole_micro_batches
 from megatron_elas.spec.job import JobSpec
-from tests.planner.situations import cost
+from tests.planner.situations import cost, situation
 
 
 def job(tp: int = 1, pp: int = 2, dp: int = 2, per_row: int = 4) -> JobSpec:
@@ -127,3 +127,32 @@ def test_no_choice_is_slower_than_to_move_whole_micro_batches_at_any_size(rows: 
         rows=tuple(tuple(range(rows - (stage == 1))) for stage in range(4)), link=Link(bandwidth=1e6, latency_s=0.001),
     )  # fmt: skip
     assert choose(now).work.step_s <= choose(now, whole=True).work.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("grid", "deal", "size"),
+    [
+        ((1, 2, 1, 1), "reshape", 1),
+        ((2, 2, 1, 2), "reshape", 1),
+        ((2, 2, 1, 1), "reroute", 1),
+        ((2, 3, 1, 2), "reroute", 1),
+        ((2, 4, 5, 4), "mix", 2),
+    ],
+)
+def test_a_running_job_fuses_items_cuts_them_and_keeps_them_apart(
+    grid: tuple[int, int, int, int], deal: str, size: int
+) -> None:
+    """Stages, rows, micro-batches per row, samples in each; row 0 of stage 0 is lost."""
+    chosen = choose(situation(*grid, lost=((0, 0),), memory=1_000_000))
+    assert (chosen.candidate.deals[0], chosen.candidate.size) == (deal, size)
+    _, rows, steps, samples = grid
+    whole = chosen.work.items[-1] if grid[0] > 1 else ()
+    assert all(len(own) == steps * samples // size for own in whole), "parts are passes of their own"
+    sizes = [[item.samples for item in own] for own in chosen.work.items[0]]
+    assert sum(map(sum, sizes)) == rows * steps * samples
+    if deal == "reshape":
+        assert {len(own) for own in sizes} == {steps * samples // size} and max(map(max, sizes)) > size
+    elif deal == "mix":
+        assert {own[-1] < size for own in sizes} == {True, False}, "what remains is shared sample by sample"
+    else:
+        assert {each for own in sizes for each in own} == {size}
