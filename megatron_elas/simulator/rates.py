@@ -173,8 +173,9 @@ def by_class(*, staggered: bool = False) -> Policy:
 
 
 def today(begin: Situation, lost: Lost) -> PolicyStep:
-    """Our planner with the freedom that the running job has: samples to peers, in items of any size in the order of
-    1F1B at nominal clocks; layers and cells move only when memory or a lost stage makes them. Raises NoFeasiblePlan.
+    """Our planner with the freedom that a running job has that never migrates: samples to peers, in items of any size
+    in the order of 1F1B at nominal clocks; layers and cells move only when memory or a lost stage makes them. Raises
+    NoFeasiblePlan.
     """
     gone = Counter(stage for stage, _ in lost)
     empty = any(gone[stage] == len(rows) for stage, rows in enumerate(begin.rows))
