@@ -20,7 +20,7 @@ RUN := "$(or $(USE_PYTHON),$(VENV)/bin/python)"
 # Folders without torch, checked strictly; those that exist.
 TYPED := $(wildcard $(addprefix megatron_elas/,spec schedule planner simulator control cli config.py prerequisites.py proof.py))
 
-.PHONY: help native demo test test-all check lint types imports format campaign soak bench-communicator bench-recovery bench-detection bench-emulation bench-goodput bench-planner bench-transaction venv clean distclean
+.PHONY: help native demo test test-all check lint types imports format campaign soak bench-communicator bench-recovery bench-detection bench-emulation bench-goodput bench-orders bench-planner bench-transaction venv clean distclean
 
 help:
 	@echo "make demo                train a tiny Llama, lose a worker, watch it go on"
@@ -33,6 +33,7 @@ help:
 	@echo "make bench-transaction   step time with and without backups, bytes on the wire, recoveries with gradients or copies"
 	@echo "make bench-detection     from a killed or stopped worker to its agent's notice"
 	@echo "make bench-planner       predicted throughput after losses: our planner against other policies; time of a plan"
+	@echo "make bench-orders        orders of a plan against the stock schedule on the same items; the cost of split backward"
 	@echo "make bench-goodput       simulated weeks of failures: our policy against others, from 96 devices to a million"
 	@echo "make bench-emulation     emulated accelerators: how well operations and steps keep to their times"
 	@echo "make clean               remove caches and build files;  make distclean: the environment too"
@@ -87,6 +88,9 @@ bench-detection: native
 
 bench-planner: venv
 	@$(RUN) benchmarks/planner.py $(ARGS)
+
+bench-orders: native
+	@$(RUN) benchmarks/orders.py $(ARGS)
 
 bench-goodput: venv
 	@$(RUN) benchmarks/goodput.py $(ARGS)

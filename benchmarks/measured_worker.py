@@ -3,6 +3,9 @@
 Started by ``training_jobs.run_elastic``. After every recovery a line tells the marks of this worker's phases, the
 processor time it spent from the plan to the first step, and the size of its stage. With ELAS_BENCH_WIRE=count a line at
 the end tells the bytes that this worker gave its transport to send, by purpose.
+
+ELAS_BENCH_ORDERS gives every plan orders: ``1f1b``, those of 1F1B; ``1f1b-split``, with every weight gradient a pass of
+its own, right after its item's other gradients; ``1f1b-late``, after all of these.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from training_jobs import MEASURED_MARK
@@ -96,8 +100,34 @@ def count_wire_bytes() -> None:
     worker.finish = told_finish
 
 
+def force_orders(kind: str) -> None:
+    """Add the same orders to every plan, on every worker."""
+    from megatron_elas.control import messages
+    from megatron_elas.schedule.one_f_one_b import one_f_one_b
+    from megatron_elas.schedule.orders import write_orders
+
+    original = messages.unpack_plan
+
+    def ordered(text: str) -> str:
+        words = text.split()
+        if kind == "1f1b-split":
+            return " ".join(f"{word} W{word[1:]}" if word[0] == "B" else word for word in words)
+        late = [f"W{word[1:]}" for word in words if word[0] == "B"] if kind == "1f1b-late" else []
+        return " ".join([*words, *late])
+
+    @functools.wraps(original)
+    def unpack_plan(text: Any) -> Any:
+        plan = original(text)
+        orders = write_orders(one_f_one_b(plan.items, plan.warmups or None))
+        return replace(plan, orders=tuple(tuple(map(ordered, cells)) for cells in orders))
+
+    messages.unpack_plan = unpack_plan
+
+
 if __name__ == "__main__":
     pretrain_gpt.preload()
+    if orders := os.environ.get("ELAS_BENCH_ORDERS"):
+        force_orders(orders)
     measure_recoveries()
     if os.environ.get("ELAS_BENCH_WIRE") == "count":
         count_wire_bytes()

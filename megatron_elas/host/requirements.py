@@ -77,6 +77,11 @@ def check_elastic_arguments(args: Any, platform: PlatformName) -> None:
         )
 
 
+def can_split(args: Any) -> bool:
+    """Whether ``host.split_backward`` puts weight gradients of the run's layers off; of validated arguments."""
+    return args.transformer_impl == "local" and not args.gradient_accumulation_fusion
+
+
 def describe_job(args: Any, stage_layers: Sequence[int]) -> JobSpec:
     """The job that Megatron's validated arguments describe.
 
@@ -96,4 +101,5 @@ def describe_job(args: Any, stage_layers: Sequence[int]) -> JobSpec:
         num_microbatches=args.global_batch_size // args.micro_batch_size,
         stage_layers=tuple(stage_layers),
         snapshot_replicas=args.elastic_snapshot_replicas if args.elastic_snapshot != "off" else 0,
+        split_backward=can_split(args),
     )

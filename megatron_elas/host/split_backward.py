@@ -51,8 +51,9 @@ class Deferred:
 
     def run(self) -> None:
         """Do all of it; each is forgotten when it is done."""
-        while self._tasks:
-            self._tasks.popleft()()
+        with torch.no_grad():
+            while self._tasks:
+                self._tasks.popleft()()
 
     def clear(self) -> None:
         """Forget it."""
@@ -93,10 +94,12 @@ class LinearInputGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parameter: torch.nn.Parameter,
-        item: Deferred, allreduce_dgrad: bool, sequence_parallel: bool, tp_group: Any,
+        ctx: Any, input: torch.Tensor, bias: torch.Tensor | None, hidden: tuple[torch.nn.Parameter], item: Deferred,
+        allreduce_dgrad: bool, sequence_parallel: bool, tp_group: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """``weight`` is ``parameter`` without its gradient."""
+        """``hidden`` has the weight where autograd does not see it, and so calls none of its hooks in ``B``."""
+        (parameter,) = hidden
+        weight = parameter.detach()
         ctx.save_for_backward(input, weight)
         ctx.use_bias, ctx.parameter, ctx.item = bias is not None, parameter, item
         ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.tp_group = allreduce_dgrad, sequence_parallel, tp_group
@@ -122,7 +125,7 @@ class LinearInputGradient(torch.autograd.Function):
         ctx.item.later(
             functools.partial(_add_weight_gradient, ctx.item.accumulate, ctx.parameter, input, grad_output, tp_group)
         )
-        return grad_input, None, grad_bias, None, None, None, None, None
+        return grad_input, grad_bias, None, None, None, None, None
 
 
 def _gather(input: torch.Tensor, tp_group: Any) -> torch.Tensor:
@@ -169,9 +172,7 @@ def wrap_linear(original: Any) -> Any:
                 grad_output_buffer, wgrad_deferral_limit, tp_group, gtp_remat_size,
             )  # fmt: skip
         tp_group = get_tensor_model_parallel_group_if_none(tp_group)
-        return LinearInputGradient.apply(
-            input, weight.detach(), bias, weight, item, allreduce_dgrad, sequence_parallel, tp_group
-        )
+        return LinearInputGradient.apply(input, bias, (weight,), item, allreduce_dgrad, sequence_parallel, tp_group)
 
     return linear_with_grad_accumulation_and_async_allreduce
 

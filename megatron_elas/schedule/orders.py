@@ -7,10 +7,12 @@ what it needs later (``host.pipeline``).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import cast
 
-from megatron_elas.schedule.actions import Action, Order, Schedule
+from megatron_elas.schedule.actions import Action, Kind, Order, Schedule
 from megatron_elas.schedule.checks import check_schedule
 from megatron_elas.schedule.greedy import Limit
 from megatron_elas.schedule.timing import Program
@@ -19,14 +21,19 @@ from megatron_elas.spec.items import StageItems
 
 PlanOrders = tuple[tuple[str, ...], ...]
 """``ElasticPlan.orders``."""
+_PASS = re.compile(r"([FBW])(\d+)")
 
 
 def read_order(text: str, stage: int) -> Order:
     """The order of a cell of that stage. Raises BadUsage."""
-    try:
-        return tuple(Action.parse(f"{stage}{word}") for word in text.split())
-    except BadUsage as error:
-        raise BadUsage(f"stage {stage}: {error}; a plan leaves the stage out") from error
+    return tuple(_read_pass(word, stage) for word in text.split())
+
+
+def _read_pass(word: str, stage: int) -> Action:
+    found = _PASS.fullmatch(word)
+    if found is None:
+        raise BadUsage(f"stage {stage}: {word!r} is no pass of a plan: write F, B or W, and an item, such as F0")
+    return Action(stage, cast(Kind, found[1]), int(found[2]))
 
 
 @lru_cache(maxsize=256)

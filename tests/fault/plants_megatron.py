@@ -51,6 +51,7 @@ def megatron_plants(scene: Scene) -> dict[str, Plant]:
     from megatron_elas.host.log_handover import Log, LogWriter
     from megatron_elas.host.model import bucket_groups_of, buffers_of
     from megatron_elas.host.pipeline import Piece
+    from megatron_elas.host.split_backward import Deferred, deferring
 
     attached, host, args, machine = scene.attached, scene.host, get_args(), get_rerun_state_machine()
     model, chain = host._model, host._optimizer
@@ -88,6 +89,11 @@ def megatron_plants(scene: Scene) -> dict[str, Plant]:
         module = Sharer()
         module.tp_group = scene.groups[0]
         return module
+
+    def put_off() -> Deferred:
+        item = Deferred(print)
+        item.later(print)
+        return item
 
     return {
         "a group of parallel_state": Plant(
@@ -245,6 +251,11 @@ def megatron_plants(scene: Scene) -> dict[str, Plant]:
         ),
         "a stock communicator": Plant(
             "schedules", f"neighbours {dead} and 0", lambda: alive(blank(P2PCommunicator, prev_rank=dead, next_rank=0))
+        ),
+        "an item under way": Plant("schedules", "passes are under way", lambda: deferring(Deferred(print))),
+        "a weight gradient": Plant("schedules", "1 weight gradients and the like", lambda: alive(put_off())),
+        "an early gradient": Plant(
+            "schedules", "keeps what came early: [(0, 3)]", lambda: entry(pipeline._early, (0, 3), torch.ones(1))
         ),
         "the route's plan": Plant("schedules", "the route follows a plan", lambda: setting(plan=(route, first))),
         "the route's neighbours": Plant(

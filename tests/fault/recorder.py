@@ -7,7 +7,8 @@ ELAS_TEST_TRACE it writes ``trace.W`` (traces.py) and walks nowhere. Before the 
 ELAS_TEST_KILL_SPARES the spares are killed: they run no step in which a scripted fault could strike.
 ELAS_TEST_SLEEPER names a worker that falls asleep (``sleeper.py``), ELAS_TEST_KILL_CONTROLLER moments at which the
 controller is killed (``controller_killer.py``), ELAS_TEST_SPOIL a fault to plant in a recovery's state
-(``verification_plants.py``), and ELAS_TEST_SLOW_MOVES holds optimizer state up (``slow_moves.py``).
+(``verification_plants.py``), ELAS_TEST_ORDERS gives every plan orders (``forced_orders.py``), and
+ELAS_TEST_SLOW_MOVES holds optimizer state up (``slow_moves.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elas import pretrain_gpt
-from tests.fault import controller_killer, planting, sleeper, slow_moves, update_killer, verification_plants
+from tests.fault import (
+    controller_killer,
+    forced_orders,
+    planting,
+    sleeper,
+    slow_moves,
+    update_killer,
+    verification_plants,
+)
 from tests.fault.footprint import ancestors, count_objects, count_tensor_bytes, take_lasting_footprint
 from tests.fault.stale import Scene, find_stale
 from tests.fault.traces import Tracer
@@ -112,6 +121,7 @@ def main() -> int:
     Session.run_step = record_walk  # type: ignore[method-assign]
     Executor.complete = record_arrival  # type: ignore[method-assign]
     slow_moves.install()
+    forced_orders.install()
     worker.finish = record_end
     controller_killer.install()
     if text := os.environ.get("ELAS_TEST_SPOIL"):
@@ -169,7 +179,8 @@ def shard(attached: Any) -> dict[str, Any]:
         for piece, offset in zip(layout.pieces, layout.offsets(), strict=True)
     ]
     items = [item.samples for item in attached.route.step_items]
-    place = {"stage": seat.stage, "cell": seat.cell, "lane": seat.lane, "items": items}
+    order = " ".join(f"{action.kind}{action.item}" for action in attached.route._step.order or ())
+    place = {"stage": seat.stage, "cell": seat.cell, "lane": seat.lane, "items": items, "order": order}
     return place | {"pieces": pieces, "step": float(flat[-1]), "pid": os.getpid()}
 
 

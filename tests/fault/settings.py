@@ -73,6 +73,7 @@ class Setting:
             num_microbatches=self.batch,
             stage_layers=(self.layers // self.pipeline,) * self.pipeline,
             snapshot_replicas=self.replicas,
+            split_backward=True,
         )
 
     @cached_property

@@ -248,6 +248,8 @@ def schedules(scene: Scene) -> Iterator[Finding]:
     from megatron.core.utils import get_model_config
     from megatron.training import get_timers
 
+    from megatron_elas.host import split_backward
+
     attached = scene.attached
     held = [*scene.host._model, scene.host._optimizer]
     for config in scene.of(ModelParallelConfig):
@@ -269,7 +271,14 @@ def schedules(scene: Scene) -> Iterator[Finding]:
         yield "an evaluation left the model as it needs it"
     for thing in scene.of(P2PCommunicator):
         yield f"a stock communicator of the pipeline is alive, with neighbours {thing.prev_rank} and {thing.next_rank}"
+    if split_backward.deferred() is not None:
+        yield "an item's passes are under way"
+    for thing in scene.of(split_backward.Deferred):
+        if len(thing):
+            yield f"{len(thing)} weight gradients and the like are still put off"
     route, pipeline = attached.route, attached.pipeline
+    if pipeline._early:
+        yield f"the pipeline keeps what came early: {sorted(pipeline._early)}"
     if route.plan is not scene.plan:
         yield f"the route follows a plan of epoch {route.plan.epoch}"
     if route.seat != scene.plan.placement.seat(scene.worker):

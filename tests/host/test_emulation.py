@@ -21,6 +21,7 @@ from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.job_profile import load_job
 from megatron_elas.spec.plan import ElasticPlan
 from tests.host.restage_jobs import BATCH, UNTIED, Worker, losses, make_plan, run_job, states
+from tests.schedule.plan_orders import make_orders, without_split
 
 SPEED = 20
 EMULATED = ("--elastic-emulate=npu-96", "--elastic-emulate-model=llama2-7b", f"--elastic-emulate-speed={SPEED}")
@@ -29,6 +30,8 @@ STEPS, CHANGE_AT = 4, 2
 ONE = make_plan(1, [[[1]]], [(0, 4)])
 WITHOUT_ONE = make_plan(1, [[[0], [1]], [[2]]], [(0, 3), (3, 4)])
 RECOMPUTE = ("--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1")
+COST = spread_layers(estimate_job(load_job("llama2-7b"), find_hardware("npu-96", 8)), 4)
+UNITS = {"embedding": (COST.embedding,), "layer": (COST.layers[1],), "head": (COST.head, COST.loss)}
 TWO_LANES = make_plan(1, [[[0, 1], [2, 3]], [[4, 5]]], [(0, 3), (3, 4)])
 
 
@@ -122,6 +125,27 @@ def test_training_is_the_same_under_further_flags(
     again = 2 if RECOMPUTE[0] in flags else 1
     assert passes["layer forward"] == again * passes["layer backward"] == again * (2 * 4 + 2 * 3 * 4)
     assert elapsed_s(run, STEPS) >= predict([None, None, plan, plan], 2)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [PP2, (*PP2, *RECOMPUTE)], ids=["plain", "recompute"])
+def test_a_split_backward_pass_takes_its_times_apart(flags: tuple[str, ...], tmp_path: Path) -> None:
+    plan = make_plan(1, [[[0]], [[1]]], [(0, 2), (2, 4)])
+    orders = make_orders(plan.items, "split")
+    whole, split = (replace(plan, orders=orders_) for orders_ in (without_split(orders), orders))
+    calm = run_job(tmp_path / "calm", flags, 2, {1: whole}, steps=3)
+    run = run_job(tmp_path / "run", (*flags, *EMULATED), 2, {1: split}, steps=3, look=read_emulation)
+    assert_equal(run, calm, 3)
+    for worker, unit in ((0, "embedding"), (1, "head")):
+        found = run[worker].found  # of steps 1 and 2
+        for name, count in (("layer", 2 * 2 * BATCH), (unit, 2 * BATCH)):
+            assert f"{name} backward" not in found
+            assert found[f"{name} input_gradient"][0] == found[f"{name} weight_gradient"][0] == count
+            units = UNITS[name]
+            for kind in ("input_gradient", "weight_gradient"):
+                asked_s = sum(getattr(own, kind).seconds(1) for own in units) / SPEED
+                assert found[f"{name} {kind}"][1] == pytest.approx(asked_s, rel=1e-6)
 
 
 def arguments(**changes: Any) -> SimpleNamespace:

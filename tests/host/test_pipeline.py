@@ -5,22 +5,32 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elas.host.pipeline import Piece, Route
+from megatron_elas.host.pipeline import Piece, Route, RoutedPipeline
 from megatron_elas.planner.dataflow import DEALS, Deal, deal_items
 from megatron_elas.planner.plan import share_items
-from megatron_elas.schedule.items import cut
+from megatron_elas.runtime.transport.base import Part
+from megatron_elas.schedule.greedy import NO_MATTER, Limit, greedy
+from megatron_elas.schedule.items import cut, deal_round
 from megatron_elas.schedule.one_f_one_b import stock_warmups
+from megatron_elas.schedule.orders import write_orders
+from megatron_elas.schedule.routes import Flow
+from megatron_elas.schedule.timing import Program
 from megatron_elas.schedule.warmups import find_warmups, runs_in_step
 from megatron_elas.spec.items import Item, StageItems, whole_micro_batches
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Cell, Placement
 from megatron_elas.spec.plan import ElasticPlan
-from tests.schedule.cases import all_items
+from tests.schedule.cases import all_items, durations_of
+from tests.schedule.test_greedy import tastes
 
 NUM_ITEMS = 12
 
@@ -223,3 +233,85 @@ def test_an_evaluation_is_dealt_round_and_the_next_step_is_the_plans_again() -> 
     assert route.evaluation_items(7, 2) == route.items != route.step_items
     assert [item.number for item in route.begin_step()] == [1, 4, 7, 10]
     assert route.before(1) == (Piece(0, 0, 1, 4),)
+
+
+class Links:
+    """Of all workers: what was sent, in order; a receiver gets the oldest, and it has to be what it asks for."""
+
+    def __init__(self) -> None:
+        self.sent: dict[tuple[int, int], deque[tuple[int, bytes]]] = defaultdict(deque)
+
+    def of(self, worker: int) -> Any:
+        links = self
+
+        class Transport:
+            def post(self, channel: int, tag: int, part: Part) -> None:
+                links.sent[worker, part.peer].append((tag, bytes(part.buffer)))
+
+            def exchange(self, channel: int, tag: int, sends: Any, receives: Sequence[Part]) -> None:
+                (part,) = receives
+                got, content = links.sent[part.peer, worker].popleft()
+                assert got == tag, f"worker {worker} gets {got} of worker {part.peer}, and expects {tag}"
+                part.buffer[:] = content
+
+        return Transport()
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_whatever_order_a_plan_gives_every_pass_gets_its_own_samples(data: st.DataObject) -> None:
+    """Also where one end of a link takes things in another order than the other end sends them in."""
+    items = data.draw(all_items())
+    durations, limits = data.draw(durations_of(items)), [Limit(samples=1e9)] * len(items)
+    flow = Flow(items)
+    schedule, _ = greedy(flow, durations, limits, [replace(data.draw(tastes), ahead=NO_MATTER) for _ in items])
+    plan = replace(make_plan(tuple(map(len, items)), items=items), orders=write_orders(schedule))
+    links, config = Links(), SimpleNamespace(pipeline_dtype=torch.float32)
+    routes = {worker: Route(plan, worker) for worker in plan.placement.workers}
+    pipes = {worker: RoutedPipeline(config, route, links.of(worker)) for worker, route in routes.items()}
+    timeline = Program(schedule, flow).run(durations)
+    ran = [
+        (start, end, worker, action)
+        for worker, route in routes.items()
+        for action, start, end in timeline.cell(route.seat.stage, route.seat.cell)
+    ]
+    # Of passes that start at once, one that takes no time may wait for another: cells are followed as they are.
+    for _, _, worker, action in sorted(ran, key=lambda each: each[:2]):
+        route, pipe = routes[worker], pipes[worker]
+        position = [item.number for item in route.items].index(action.item)
+        ((start, stop),) = route.items[position].ranges
+        samples = torch.arange(start, stop, dtype=torch.float32).view(1, -1, 1)
+        if action.kind == "F":
+            got = pipe.receive_input([(1, 1, 1)], position)
+            assert (got is None) is (action.stage == 0) and (got is None or torch.equal(got, samples))
+            pipe.send_output(samples, position)
+        elif action.kind == "B":
+            got = pipe.receive_gradient([(1, 1, 1)], position)
+            assert (got is None) is (action.stage == len(items) - 1) and (got is None or torch.equal(got, -samples))
+            pipe.send_gradient(-samples, position)
+    assert not any(links.sent.values()) and not any(pipe._early for pipe in pipes.values())
+
+
+def test_what_comes_too_early_is_kept_until_it_is_needed() -> None:
+    items = (deal_round(3, 1, 1),) * 2
+    orders = (("F0 F1 F2 B0 B1 B2",), ("F0 F1 F2 B1 B0 B2",))
+    plan, links = replace(make_plan((1, 1), items=items), orders=orders), Links()
+    config = SimpleNamespace(pipeline_dtype=torch.float32)
+    ours, theirs = (RoutedPipeline(config, Route(plan, worker), links.of(worker)) for worker in (0, 1))
+    for position in (1, 0, 2):
+        theirs.send_gradient(torch.full((1, 1, 1), float(position)), position)
+    got = [float(ours.receive_gradient([(1, 1, 1)], position)) for position in range(3)]  # type: ignore[arg-type]
+    assert got == [0, 1, 2]
+    ours.reset()
+    assert not ours._early
+
+
+def test_evaluations_have_no_order() -> None:
+    items = (deal_round(3, 1, 1),) * 2
+    plan = replace(make_plan((1, 1), items=items), orders=(("F0 F1 F2 B0 B1 B2",),) * 2)
+    route = Route(plan, 0)
+    assert route.order is not None and route.coming is not None
+    route.begin_evaluation(4, 1)
+    assert route.order is None and route.coming is None
+    route.begin_step()
+    assert [str(action) for action in route.order] == ["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"]

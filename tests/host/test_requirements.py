@@ -28,7 +28,8 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "log_progress": False, "ddp_average_in_collective": False, "use_tp_pp_dp_mapping": False,
         "exit_duration_in_mins": None, "exit_signal_handler": False,
         "adlr_autoresume": False, "ckpt_assume_constant_structure": False, "world_size": 4,
-        "elastic_snapshot": "replay", "elastic_snapshot_replicas": 1,
+        "transformer_impl": "local", "gradient_accumulation_fusion": False,
+        "elastic_snapshot": "replay", "elastic_snapshot_replicas": 1, "elastic_migration": "async",
     }  # fmt: skip
     assert changes.keys() <= values.keys()
     return SimpleNamespace(**{**values, **changes})
@@ -38,7 +39,9 @@ def test_a_covered_run_passes_and_its_job_is_described() -> None:
     check_elastic_arguments(arguments(), "cpu")
     job = describe_job(arguments(), (3, 5))
     assert (job.world_size, job.num_microbatches, job.micro_batch_size, job.num_layers) == (4, 8, 2, 8)
-    assert job.snapshot_replicas == 1
+    assert job.snapshot_replicas == 1 and job.split_backward
+    assert not describe_job(arguments(gradient_accumulation_fusion=True), (3, 5)).split_backward
+    assert not describe_job(arguments(transformer_impl="transformer_engine"), (3, 5)).split_backward
     assert describe_job(arguments(elastic_snapshot="off"), (3, 5)).snapshot_replicas == 0
 
 

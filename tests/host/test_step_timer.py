@@ -8,7 +8,7 @@ import pytest
 
 from megatron_elas.host.step_timer import StepTimer
 from megatron_elas.planner.plan import share_items
-from megatron_elas.spec.items import whole_micro_batches
+from megatron_elas.spec.items import Item, whole_micro_batches
 from megatron_elas.spec.step_report import PassTotal, StepReport
 from tests.host.test_pipeline import make_plan
 
@@ -89,6 +89,28 @@ def test_the_parts_of_a_step_are_told_with_what_they_hold() -> None:
             PassTotal(kind="backward", passes=2, samples=6, seconds=10),
         ),
     )  # fmt: skip
+
+
+def test_passes_in_two_are_told_with_their_own_samples() -> None:
+    loop = Loop()
+    loop.step(0)
+    items = (PLAN.items[0], ((Item(0, ((0, 6),)), Item(2, ((6, 9),))), (Item(1, ((9, 12),)),)))
+    plan = replace(PLAN, items=items, orders=(("",), ("F0 B0 F2 B2 W2", "F1 B1")))
+    worker = plan.placement.stages[1][0].workers[0]
+    timer = StepTimer(worker, loop.told.append, loop.clock)
+    timer.enter()
+    timer.begin(0, 1)
+    for kind in ("forward", "backward", "forward", "input_gradient", "weight_gradient"):
+        with timer.pass_(kind):
+            loop.clock.pass_(1)
+    timer.end(plan, 1)
+    timer.leave(0)
+    assert loop.told[-1].passes == (
+        PassTotal(kind="forward", passes=2, samples=9, seconds=2),
+        PassTotal(kind="backward", passes=1, samples=6, seconds=1),
+        PassTotal(kind="input_gradient", passes=1, samples=3, seconds=1),
+        PassTotal(kind="weight_gradient", passes=1, samples=3, seconds=1),
+    )
 
 
 def test_the_first_step_under_a_plan_is_marked_and_holds_no_recovery() -> None:
