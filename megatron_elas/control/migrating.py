@@ -122,13 +122,11 @@ def migrated(state: Running, report: MigrationReport) -> Step:
 
 def _take(state: Running, migration: Migration) -> tuple[Running, tuple[Command, ...]]:
     """The target is in force, and who leaves is not needed any more."""
-    target, leaving = migration.target, set(migration.leaving)
-    placement = target.placement
-    placement = replace(placement, spares=tuple(worker for worker in placement.spares if worker not in leaving))
+    plan = migration.after
     gone = tuple(worker for worker in migration.leaving if worker in state.roster.survivors)
     roster = replace(state.roster, drained=state.roster.drained | set(gone))
-    taken = replace(state, roster=roster, plan=replace(target, placement=placement))
-    note = Note(text=f"epoch {target.epoch} is in force: {placement.describe()}")
+    taken = replace(state, roster=roster, plan=plan)
+    note = Note(text=f"epoch {plan.epoch} is in force: {plan.placement.describe()}")
     return taken, (*((Tell(workers=gone, message=FAREWELL),) if gone else ()), note)
 
 

@@ -58,13 +58,14 @@ def find_slowest(reports: Sequence[MigrationReport]) -> MigrationReport:
 
 def show_migration(migration: Migration) -> ShowMigration:
     """The block, and the same for programs. At least one worker has reported."""
-    before, after = migration.before, migration.target
+    before, after = migration.before, migration.after
     reports = [migration.reports[worker] for worker in sorted(migration.reports)]
     slowest = find_slowest(reports)
     lengths = phases_ms(slowest)
     moves = moves_of(before, after)
     streamed_steps = max(report.streamed_steps for report in reports)
     hand_over_s = max(report.hand_over_s for report in reports)
+    verify_s = max(report.verify_s for report in reports)
     streamed, gradients, moved = (
         sum(getattr(report, name) for report in reports) for name in ("streamed_bytes", "gradient_bytes", "moved_bytes")
     )
@@ -77,7 +78,8 @@ def show_migration(migration: Migration) -> ShowMigration:
             f"moved    {', '.join(map(_describe_move, moves)) or 'no layer to another stage'}",
             f"beside   {streamed / 1e6:.1f} MB of state and {gradients / 1e6:.1f} MB of gradients in {streamed_steps} "
             f"steps, their exchanges {hand_over_s * 1e3:.1f} ms longer",
-            f"switched before step {slowest.step}, blocked {lengths['total']:.1f} ms, {moved / 1e6:.1f} MB moved",
+            f"switched before step {slowest.step}, blocked {lengths['total']:.1f} ms, {moved / 1e6:.1f} MB moved, "
+            f"verified in {verify_s * 1e3:.1f} ms of that step",
             *format_table(lengths, slowest.worker),
             RULE,
         ]
@@ -96,6 +98,7 @@ def show_migration(migration: Migration) -> ShowMigration:
         "gradient_bytes": gradients,
         "hand_over_ms": hand_over_s * 1e3,
         "moved_bytes": moved,
+        "verify_ms": verify_s * 1e3,
         "slowest": slowest.worker,
         "reported": [report.worker for report in reports],
     }

@@ -15,7 +15,6 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from typing import Any
 
 import msgspec
 from websockets.asyncio.server import Server, ServerConnection, broadcast, serve
@@ -144,13 +143,16 @@ def make_plan(
     return PlanMade(plan=plan, seconds=time.perf_counter() - began_s)
 
 
-def improve_plan(command: ImprovePlan, costs: JobCosts | None = None) -> PlanImproved | PlanKept:
+def improve_plan(
+    command: ImprovePlan, costs: JobCosts | None = None, policy: RunningPolicy = "ours"
+) -> PlanImproved | PlanKept:
     """Run the planner for a job that has lost nobody. Whatever goes wrong there, training goes on as it does."""
     search = command.search
     began_s = time.perf_counter()
-    given: dict[str, Any] = {} if search.layers is None else {"layers": search.layers}
     try:
-        plan = improve(command.job, command.plan, search.epoch, command.domains, costs, search.drained, **given)
+        plan = improve(
+            command.job, command.plan, search.epoch, command.domains, costs, search.drained, policy, search.layers
+        )
     except ElasticError as error:
         return PlanKept(search=search, sentence=str(error), failed=True)
     except Exception as error:
@@ -632,7 +634,7 @@ class ControlService:
     async def _run_improver(self, command: ImprovePlan) -> None:
         with self._ending_on_bugs():
             costs = self._outlook.reckon(self._state.roster.profile)
-            answer = await asyncio.to_thread(improve_plan, command, costs)
+            answer = await asyncio.to_thread(improve_plan, command, costs, self._state.roster.launch.policy)
         self.apply(answer)
 
     @contextlib.contextmanager

@@ -154,6 +154,13 @@ class Migration:
         return self.target.epoch
 
     @property
+    def after(self) -> ElasticPlan:
+        """The target without those who leave: what is in force once a step was finished under it."""
+        placement = self.target.placement
+        spares = tuple(worker for worker in placement.spares if worker not in self.leaving)
+        return replace(self.target, placement=replace(placement, spares=spares))
+
+    @property
     def arrived(self) -> bool:
         """Whether a step was finished under the new plan."""
         return bool(self.reports)

@@ -326,6 +326,12 @@ ROWS = (
         "the plan says which layers a stage has",
         wrap_layer_offset,
     ),
+    use(
+        "elastic.block-layers",
+        "megatron.core.transformer.spec_utils:build_module",
+        "(spec_or_module, *args, **kwargs)",
+        "where a block makes its layers, it gets those that the worker has or made ahead, when a model is made again",
+    ),
     wrap(
         "elastic.parameter-groups",
         "megatron.core.optimizer:_get_param_groups",

@@ -28,10 +28,11 @@ from megatron_elas.spec.shards import Piece
 class Inspector:
     """Made when model and optimizer were built; the names are those of then."""
 
-    def __init__(self, model: Sequence[Any], optimizer: Any) -> None:
+    def __init__(self, model: Sequence[Any], named: Mapping[str, torch.nn.Parameter], optimizer: Any) -> None:
+        """``named``: the model's parameters by global name."""
         self._model = model
         self._chained = optimizer
-        self._named = dict(named_parameters(model))
+        self._named = named
         self._name_of = {param: name for name, param in self._named.items()}
 
     def inspect(self, consumed_samples: int, schedule_samples: int, streams: Mapping[str, Any]) -> Inspection:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from megatron_elas.host.model import named_parameters
 from megatron_elas.spec.shards import SLOTS, Piece, ShardLayout
 
 MOMENTS = SLOTS[1:]
@@ -21,9 +20,10 @@ MOMENTS = SLOTS[1:]
 class ShardAccess:
     """Reads and writes the optimizer state of this worker's shard, until an optimizer of the chain is replaced."""
 
-    def __init__(self, model: Sequence[Any], optimizer: Any) -> None:
+    def __init__(self, named: Mapping[str, torch.nn.Parameter], optimizer: Any) -> None:
+        """``named``: the parameters by global name."""
         self._chained = optimizer
-        found = tuple(_find_pieces(model, optimizer))
+        found = tuple(_find_pieces(named, optimizer))
         self._pieces = tuple((piece, inner, main) for piece, inner, main, _ in found)
         """(piece, inner optimizer, fp32 master of the piece): found once, read in every step."""
         self._gradients = [param.main_grad.view(-1)[piece.start : piece.stop] for piece, _, _, param in found]
@@ -124,9 +124,11 @@ def _make_state(inner: Any, main: torch.Tensor, step: float) -> list[torch.Tenso
     return [state[moment] for moment in MOMENTS]
 
 
-def _find_pieces(model: Sequence[Any], chained: Any) -> Iterator[tuple[Piece, Any, torch.Tensor, torch.nn.Parameter]]:
+def _find_pieces(
+    named: Mapping[str, torch.nn.Parameter], chained: Any
+) -> Iterator[tuple[Piece, Any, torch.Tensor, torch.nn.Parameter]]:
     """(piece, inner optimizer, fp32 master of the piece, parameter), in the order of ``Catalogue.layout``."""
-    name_of = {param: name for name, param in named_parameters(model)}
+    name_of = {param: name for name, param in named.items()}
     for optimizer in chained.chained_optimizers:
         found = []
         for param, (gbuf, _, bucket) in optimizer.model_param_gbuf_map.items():

@@ -2,14 +2,15 @@
 
 The training loop, the schedule's configuration (``no_sync``, parameter and gradient synchronisation) and the optimizer
 chain keep the DDP objects they have. So Megatron builds the model as it built the first one, but where it would make a
-DDP object, the old one is initialised again.
+DDP object, the old one is initialised again, and where it would make a layer that is there already, it gets that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,14 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
+from megatron_elas.host.layer_modules import (
+    layers_of,
+    make_layer,
+    renew_parameters,
+    set_values,
+    taken_over,
+    values_outside_layers,
+)
 from megatron_elas.host.model import buffers_of
 from megatron_elas.spec.buckets import bucket_size
 from megatron_elas.spec.layout import Seat
@@ -42,21 +51,55 @@ class ModelFactory:
         self._launch_stages = int(get_args().pipeline_model_parallel_size)
         self.sort_parameters: Callable[[list[Any]], list[dict[str, Any]]] | None = None
         """Megatron's parameter groups of these chunks; set when Megatron has sorted those of the first model."""
+        self._made_ahead: dict[int, torch.nn.Module] = {}
+        """Layers by number, from 1."""
 
-    def remake(self, model: Sequence[Any], num_stages: int) -> list[dict[str, Any]]:
-        """Make the model anew for the layers and groups of the plan in force; parameters hold nothing yet.
+    def make_ahead(self, model: Sequence[Any], numbers: Iterable[int], most: int) -> bool:
+        """Make layers that the next ``remake`` will need, at most so many now. Draws no random number.
+
+        Args:
+            model: As it is now; nothing of it changes.
+            numbers: Of all layers that come, from 1. Others that were made ahead are let go.
+            most: Layers to make in this call.
+
+        Returns:
+            Whether all are there that can be made ahead.
+        """
+        wanted = set(numbers)
+        self._made_ahead = {number: layer for number, layer in self._made_ahead.items() if number in wanted}
+        missing = sorted(wanted - self._made_ahead.keys())
+        with _nothing_drawn(get_model_config(model[0])):
+            for number in missing[:most]:
+                layer = make_layer(model, number)
+                if layer is None:
+                    return True
+                self._made_ahead[number] = layer
+        return len(missing) <= most
+
+    def remake(self, model: Sequence[Any], num_stages: int, *, keep: bool) -> list[dict[str, Any]]:
+        """Make the model anew for the layers and groups of the plan in force.
 
         No random number is drawn. Communication must be muted: a tied embedding is copied between the ends of the
         pipeline when it is made, and groups of parameters are gathered over the world.
+
+        Args:
+            model: The chunks.
+            num_stages: Of the pipeline.
+            keep: What the model has and gets again keeps its values, and a layer its modules; for the same lane only.
+                Other parameters hold nothing yet.
 
         Returns:
             Megatron's parameter groups; those without a parameter here are missing.
         """
         config, training = get_model_config(model[0]), model[0].training
+        kept = layers_of(model) if keep else {}
+        values = values_outside_layers(model) if keep else {}
+        ahead, self._made_ahead = self._made_ahead if keep else {}, {}
         # Megatron takes the hooks away for evaluations and saves, and asks that they are not there when it sets them.
         unhooked = [ddp.use_forward_hook and not ddp.remove_forward_pre_hook_handles for ddp in model]
         config.pipeline_model_parallel_size = num_stages
-        with _nothing_drawn(config), _made_in_place(model):
+        renew_parameters(kept.values())
+        with _nothing_drawn(config), _made_in_place(model, values), taken_over(ahead | kept):
             get_args().pipeline_model_parallel_size = self._launch_stages  # flags that say more of stages agree with it
             made = self._build(config)
         get_args().pipeline_model_parallel_size = num_stages
@@ -64,7 +107,8 @@ class ModelFactory:
             assert old is new, f"Megatron made another {type(new).__name__}"
             # A script may make one per model all the same; the training loop goes on writing into the first one.
             object.__setattr__(get_model_config(new), "__dict__", config.__dict__)
-            new.train(training)
+            if not training:  # what is made anew is made for training
+                new.eval()
             if without_hooks:
                 new.disable_forward_pre_hook(param_sync=False)
         assert self.sort_parameters is not None, "Megatron has built no optimizer"
@@ -72,8 +116,9 @@ class ModelFactory:
 
 
 @contextlib.contextmanager
-def _made_in_place(model: Sequence[Any]) -> Iterator[None]:
-    """Inside, where Megatron makes DDP objects it gets those of ``model``, emptied and initialised, one by one.
+def _made_in_place(model: Sequence[Any], values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, where Megatron makes DDP objects it gets those of ``model``, emptied and initialised, one by one, with
+    these values of parameters outside of layers, by global name.
 
     They let go of their parameters and buffers before new ones are made, so that not all are in memory together.
     """
@@ -81,6 +126,8 @@ def _made_in_place(model: Sequence[Any]) -> Iterator[None]:
     from megatron.training.models import dist_utils
 
     for ddp in model:
+        for hook in ddp.remove_forward_pre_hook_handles.values():
+            hook.remove()
         _clear_caches(ddp)
         vars(ddp).clear()
     left = iter(model)
@@ -89,6 +136,7 @@ def _made_in_place(model: Sequence[Any]) -> Iterator[None]:
     class InPlace(stock):  # type: ignore[misc, valid-type]
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             ddp = next(left)
+            set_values(inspect.signature(stock).bind(*args, **kwargs).arguments["module"], values)
             stock.__init__(ddp, *args, **kwargs)
             return ddp
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron_elas.host.data import SeekableLoader
 from megatron_elas.host.groups import plan_groups, write_globals
 from megatron_elas.host.inspection import Inspector
 from megatron_elas.host.log_handover import Log
-from megatron_elas.host.model import bucket_groups_of, clear_communication, fit_buffers, sum_gradients
+from megatron_elas.host.model import bucket_groups_of, clear_communication, fit_buffers, named_parameters, sum_gradients
 from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess
 from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.host.restage import ModelFactory, has_room, seed_streams
@@ -94,12 +95,13 @@ class MegatronHost:
         self._outer_timers: set[str] = set()
         self._drew_with = self._cell()
         """The cell in which the last step began here."""
-        self._access = ShardAccess(model, optimizer)
+        named = dict(named_parameters(model))
+        self._access = ShardAccess(named, optimizer)
         self.losses: dict[str, torch.Tensor] = {}
         """Of the step under way or the last one, over the whole batch."""
         self._groups: dict[str, int] = {}
         """Index of every parameter's optimizer group, by global name, over the whole model."""
-        self._inspector = Inspector(model, optimizer)
+        self._inspector = Inspector(model, named, optimizer)
         sum_gradients(model)
 
     def consumed_samples(self, step: int) -> int:
@@ -238,25 +240,38 @@ class MegatronHost:
         if part == self._part and has_room(self._model, len(plan.placement.replicas(seat.stage, seat.lane))):
             fit_buffers(self._model)
         else:
-            self._part = None
-            self._remake(plan.placement.num_stages)
+            before, self._part = self._part, None
+            self._remake(plan.placement.num_stages, keep=before is not None and before.lane == part.lane)
             self._part = part
         self._factory.rebuild(self._optimizer)
-        self._access = ShardAccess(self._model, self._optimizer)
-        self._inspector = Inspector(self._model, self._optimizer)
+        named = dict(named_parameters(self._model))
+        self._access = ShardAccess(named, self._optimizer)
+        self._inspector = Inspector(self._model, named, self._optimizer)
 
-    def _remake(self, num_stages: int) -> None:
-        muted = self._communicator.muted
-        self._communicator.muted = True
-        try:
-            groups = self._models.remake(self._model, num_stages)
-        finally:
-            self._communicator.muted = muted
+    def _remake(self, num_stages: int, *, keep: bool) -> None:
+        with self._muted():
+            groups = self._models.remake(self._model, num_stages, keep=keep)
         sum_gradients(self._model)
         self._factory.renew(self._model, groups)
 
-    def prebuild(self, plan: ElasticPlan) -> None:
+    def prebuild(self, plan: ElasticPlan, most: int = 1) -> bool:
         """See Host."""
+        if self._part is None or plan.placement.find_seat(self._worker) is None:
+            return True
+        (start, stop), (first, last) = plan.part_of(self._worker).layers, self._part.layers
+        coming = [layer + 1 for layer in range(start, stop) if not first <= layer < last]
+        with self._muted():
+            return self._models.make_ahead(self._model, coming, most)
+
+    @contextlib.contextmanager
+    def _muted(self) -> Iterator[None]:
+        """Inside, nothing is communicated."""
+        muted = self._communicator.muted
+        self._communicator.muted = True
+        try:
+            yield
+        finally:
+            self._communicator.muted = muted
 
     def begin_activity(self, activity: int) -> None:
         """See Host."""

@@ -12,7 +12,7 @@ recovery starts from there.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -30,6 +30,7 @@ from megatron_elas.runtime.verification.verify import Copy, Evidence, verify
 from megatron_elas.spec.catalogue import Catalogue, StageContents
 from megatron_elas.spec.errors import EpochChanged, StateInvalid
 from megatron_elas.spec.migration import MIGRATION_PHASES, MigrationReport
+from megatron_elas.spec.moves import Move
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.remap import keeps_model
 from megatron_elas.spec.report import RecoveryReport
@@ -205,7 +206,7 @@ class Executor:
         if self._control.latest_epoch > plan.epoch:  # announced before the edit, which undid its cancel
             raise EpochChanged(f"epoch {self._control.latest_epoch} was announced before epoch {plan.epoch} began")
 
-    def go_over(self, order: Migration, streaming: Streaming | None) -> MigrationReport:
+    def go_over(self, order: Migration, moves: Sequence[Move], streaming: Streaming | None) -> MigrationReport:
         """Between two steps, take the state to the plan of a migration. All workers with a seat call it; who has none
         under the new plan is a spare after.
 
@@ -213,6 +214,7 @@ class Executor:
 
         Args:
             order: The plan; nobody is lost.
+            moves: All that lead to it, see ``plan_remap``.
             streaming: What has brought the state; None: it moves now.
 
         Returns:
@@ -243,6 +245,7 @@ class Executor:
             reader=None if version in base.own.held else self._host.shard_reader(),
             transport=self._transport,
             arrivals=arrivals,
+            moves=moves,
         )
         restoring.run()  # in the old epoch, in which everybody who has something takes part
         marks.append(time.monotonic())
@@ -272,6 +275,8 @@ class Executor:
             state.live = version
         state.stores[plan.epoch] = (plan, store)
         marks.append(time.monotonic())
+        if store is not None:
+            self._strike(version, "migrate-resume", None)
         phases_s = dict(zip(MIGRATION_PHASES, (end - begin for begin, end in pairwise(marks)), strict=False))
         return MigrationReport(
             worker=worker,

@@ -15,6 +15,7 @@ Any end of the membership ends the migration, and the controller asks for anothe
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -22,8 +23,12 @@ from megatron_elas.runtime.ports import Control, Host, Migration
 from megatron_elas.runtime.state import WorkerState
 from megatron_elas.runtime.streaming import Streaming
 from megatron_elas.runtime.transport.base import Transport
+from megatron_elas.spec.catalogue import Catalogue
 from megatron_elas.spec.migration import MigrationMode
-from megatron_elas.spec.streams import plan_streams
+from megatron_elas.spec.moves import Move
+from megatron_elas.spec.plan import ElasticPlan
+from megatron_elas.spec.remap import plan_remap
+from megatron_elas.spec.streams import Stream, plan_streams
 from megatron_elas.spec.transaction import Update
 
 logger = logging.getLogger(__name__)
@@ -51,6 +56,11 @@ class Migrating:
         self._mode = mode
         self._order: Migration | None = None
         """What this worker votes for."""
+        self._prebuilt = False
+        """Whether the host has made ahead what it can for this order."""
+        self._ahead: Future[tuple[tuple[Move, ...], tuple[Stream, ...]]] | None = None
+        """Of the order: all moves, and what of them is streamed; made beside steps."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="elas-migrating")
         self._refused = 0
         self._stream_from: int | None = None
         self._switch_at: int | None = None
@@ -64,7 +74,11 @@ class Migrating:
         if self._stream_from is None:
             self._look()
         elif self._mode == "async" and self._order is not None and step == self._stream_from:
-            self.streaming = self._make_streaming(self._order, step)
+            assert self._ahead is not None
+            _, streams = self._ahead.result()
+            self.streaming = Streaming(self._state.worker, streams, step, self._transport, self._host, self._thread)
+        if self._order is not None and not self._prebuilt:
+            self._prebuilt = self._host.prebuild(self._order.plan)
         return self.streaming is not None
 
     def stream(self, step: int) -> None:
@@ -78,8 +92,7 @@ class Migrating:
         if order is None or order.plan.epoch <= state.plan.epoch:
             self._order = None
             return
-        known = self._order
-        if known is not None and known.plan.epoch == order.plan.epoch:
+        if self._order is not None and self._order.plan.epoch == order.plan.epoch:
             return
         strangers = set(order.plan.placement.workers) - set(state.plan.placement.workers)
         if strangers:
@@ -92,18 +105,15 @@ class Migrating:
             self._order = None
             return
         self._order = order
-        if order.plan.placement.find_seat(state.worker) is not None:
-            self._host.prebuild(order.plan)
-
-    def _make_streaming(self, order: Migration, step: int) -> Streaming:
-        state = self._state
-        streams = plan_streams(state.catalogue, state.plan, order.plan)
-        return Streaming(state.worker, order.plan.epoch, streams, step, self._transport, self._host)
+        self._prebuilt = order.plan.placement.find_seat(state.worker) is None
+        self._ahead = self._thread.submit(_look_ahead, state.catalogue, state.plan, order.plan)
 
     def ballot(self) -> tuple[int, int]:
         """See ``Session.ballot``."""
-        known = 0 if self._order is None else self._order.plan.epoch
-        return known, known if self.streaming is not None and self.streaming.complete else 0
+        ready = self._order is not None and self._ahead is not None and self._ahead.done()
+        known = self._order.plan.epoch if self._order is not None and ready else 0
+        complete = self._prebuilt and self.streaming is not None and self.streaming.complete
+        return known, known if complete else 0
 
     def count_ballots(self, sums: tuple[int, int], voters: int, step: int) -> None:
         """See ``Session.count_ballots``."""
@@ -128,6 +138,13 @@ class Migrating:
         if self.streaming is not None:
             self.streaming.follow(update)
 
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """All that lead to the plan that is gone over to."""
+        assert self._ahead is not None
+        moves, _ = self._ahead.result()
+        return moves
+
     def due(self, step: int) -> Migration | None:
         """The order to go over to before this step, if any."""
         return self._order if step == self._switch_at else None
@@ -135,7 +152,19 @@ class Migrating:
     def end(self) -> None:
         """This migration is over, or the membership has ended: forget it, and what was sent for it."""
         streaming, self.streaming = self.streaming, None
-        self._order = None
+        self._order = self._ahead = None
         self._stream_from = self._switch_at = None
         if streaming is not None:
-            streaming.close()
+            streaming.drain()
+
+    def close(self) -> None:
+        """End the thread."""
+        self.end()
+        self._thread.shutdown()
+
+
+def _look_ahead(
+    catalogue: Catalogue, base: ElasticPlan, plan: ElasticPlan
+) -> tuple[tuple[Move, ...], tuple[Stream, ...]]:
+    moves = plan_remap(catalogue, base, plan, {worker: worker for worker in base.placement.workers})
+    return moves, plan_streams(catalogue, base, moves)

@@ -89,13 +89,21 @@ class Host(Protocol):
         """Fit model, parameter buffers and optimizer to the plan, whose groups are edited already.
 
         With the same layers only what depends on the replicas changes; with others, or with more replicas than
-        buffers have room for, model, buffers and optimizer are made anew, in the objects that everybody holds.
-        Contents of shard and parameters are undefined after.
+        buffers have room for, model, buffers and optimizer are made anew, in the objects that everybody holds. On the
+        same lane parameters that were here before and are here after keep their values; what the shard holds, and all
+        other parameters, is undefined after.
         """
 
-    def prebuild(self, plan: ElasticPlan) -> None:
+    def prebuild(self, plan: ElasticPlan, most: int = 1) -> bool:
         """Make what a later ``rebuild`` for this plan can use, such as modules of layers that come, and change nothing
         that is in use. Called at a step boundary; may be called again, for another plan, and is not undone.
+
+        Args:
+            plan: The later one.
+            most: Layers to make in this call, which takes about so many times as long.
+
+        Returns:
+            Whether there is nothing left to make.
         """
 
     def begin_activity(self, activity: int) -> None:

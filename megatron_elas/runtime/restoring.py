@@ -6,7 +6,7 @@ old layout has and fills what only the new one uses, so the old layout stays who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from megatron_elas.runtime.streaming import Arrivals
 from megatron_elas.runtime.transport.base import Transport
 from megatron_elas.runtime.verification.rows import Sums
 from megatron_elas.spec.catalogue import Catalogue
+from megatron_elas.spec.moves import Move
 from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.remap import keeps_shard, plan_remap
 
@@ -41,6 +42,8 @@ class Restoring:
     transport: Transport
     arrivals: Arrivals | None = None
     """What was streamed here before, in a migration that does so; checksums are all that is sent then."""
+    moves: Sequence[Move] | None = None
+    """All that lead from one layout to the other, where that is known already."""
     moved_bytes: int = 0
     """Sent to others."""
     sent: Sums | None = None
@@ -58,7 +61,9 @@ class Restoring:
             self.reader(base.own.begin(version))
             base.own.complete(version)
             self.reader = None  # it holds the optimizer that was in use
-        moves = plan_remap(self.catalogue, self.base_plan, self.plan, self.holders)
+        moves = self.moves
+        if moves is None:
+            moves = plan_remap(self.catalogue, self.base_plan, self.plan, self.holders)
         sources = {}
         if base is not None:
             held = (owner for owner, holder in self.holders.items() if holder == self.worker)

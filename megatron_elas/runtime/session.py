@@ -365,7 +365,7 @@ class Session:
         self.run_between(lambda: None)
         (tell or self._control.finished)()
         if self._pool is not None:
-            self._migrating_in_use.end()
+            self._migrating_in_use.close()
             self._pool.close()
 
     @property
@@ -416,7 +416,7 @@ class Session:
         """
         assert self._state is not None
         migrating = self._migrating_in_use
-        self._open_migration = self._executor_in_use.go_over(order, migrating.streaming)
+        self._open_migration = self._executor_in_use.go_over(order, migrating.moves, migrating.streaming)
         migrating.end()
         if self._state.live is None:
             self._open_migration = None

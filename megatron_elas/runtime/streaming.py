@@ -61,19 +61,24 @@ class Streaming:
     """One worker's part in one migration, up to its end or to the end of the membership."""
 
     def __init__(
-        self, worker: int, epoch: int, streams: Sequence[Stream], first_step: int, transport: Transport, host: Host
+        self,
+        worker: int,
+        streams: Sequence[Stream],
+        first_step: int,
+        transport: Transport,
+        host: Host,
+        thread: ThreadPoolExecutor,
     ) -> None:
         """Nothing is sent yet.
 
         Args:
             worker: Own id.
-            epoch: Of the plan to come.
             streams: Of all workers.
             first_step: In which the first portions are sent; the same on all workers.
             transport: Links to the others.
             host: Holds the shard in use.
+            thread: One, which does nothing else meanwhile.
         """
-        self.epoch = epoch
         self._worker = worker
         self._first_step = first_step
         self._transport = transport
@@ -84,7 +89,7 @@ class Streaming:
         self._portions = 1 + max(own, default=-1)
         self._arrived = 0
         """Portions that are through."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="elas-streaming")
+        self._thread = thread
         self._jobs: list[Future[None]] = []
         self.steps = 0
         """In which something was sent."""
@@ -109,11 +114,10 @@ class Streaming:
     def _seed(
         self, step: int, sends: Sequence[tuple[Stream, Callable[[torch.Tensor], None]]], copies: Sequence[_Copy]
     ) -> None:
-        parts = []
-        for stream, read in sends:
-            flat = torch.empty(stream.layout.flat_numel, dtype=torch.float32)
+        flats = [torch.empty(stream.layout.flat_numel, dtype=torch.float32) for stream, _ in sends]
+        for (_, read), flat in zip(sends, flats, strict=True):
             read(flat)
-            parts.append(Part(stream.target, as_bytes(flat)))
+        parts = [Part(stream.target, as_bytes(flat)) for (stream, _), flat in zip(sends, flats, strict=True)]
         receives = [Part(copy.stream.owner, as_bytes(copy.flat)) for copy in copies]
         self._transport.exchange(MIGRATION, SEEDS | step & 0xFFFF, parts, receives)
         self.sent_bytes += sum(part.buffer.nbytes for part in parts)
@@ -180,9 +184,8 @@ class Streaming:
         for job in jobs:
             job.result()
 
-    def close(self) -> None:
-        """Wait until nothing is in flight, however it ends, and end the thread. Quick after a cancel."""
-        self._thread.shutdown(wait=True)
+    def drain(self) -> None:
+        """Wait until nothing is in flight, however it ends. Quick after a cancel."""
         errors = [error for job in self._jobs if (error := job.exception()) is not None]
         self._jobs.clear()
         for error in errors:

@@ -24,7 +24,7 @@ MOST_SPANS = 1024
 MOST_CELLS = 64
 """Of a job that trace their steps: their first lanes do."""
 MOST_ASKED = 1000
-"""Steps."""
+"""Steps that can be asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +105,10 @@ def parse_steps(text: str) -> frozenset[int]:
         first, dash, last = word.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
             raise BadUsage(f"steps are {text!r}: write numbers from 0 up and ranges, such as 5,20-22")
-        steps.update(range(int(first), int(last or first) + 1))
-        if len(steps) > MOST_ASKED:
+        span = range(int(first), int(last or first) + 1)
+        if len(steps) + span.stop - span.start > MOST_ASKED:
             raise BadUsage(f"steps are {text!r}, more than {MOST_ASKED}: ask for fewer")
+        steps.update(span)
     return frozenset(steps)
 
 

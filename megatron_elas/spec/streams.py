@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_elas.spec.catalogue import Catalogue
+from megatron_elas.spec.moves import Move
 from megatron_elas.spec.plan import ElasticPlan
-from megatron_elas.spec.remap import plan_remap
 from megatron_elas.spec.shards import Piece, ShardLayout
 
 
@@ -31,7 +32,7 @@ class Stream:
     """Of every piece inside a slot of the owner's old shard."""
 
 
-def plan_streams(catalogue: Catalogue, base: ElasticPlan, plan: ElasticPlan) -> tuple[Stream, ...]:
+def plan_streams(catalogue: Catalogue, base: ElasticPlan, moves: Sequence[Move]) -> tuple[Stream, ...]:
     """All that goes from old owners to new ones, by owner, target and portion.
 
     A portion is what moves of one unit (a layer, the embedding, the head) between two workers: a replica's share of a
@@ -40,14 +41,14 @@ def plan_streams(catalogue: Catalogue, base: ElasticPlan, plan: ElasticPlan) -> 
     Args:
         catalogue: Of the model.
         base: The plan in force; all its owners live.
-        plan: The plan to come.
+        moves: All that lead to the plan to come, see ``plan_remap``.
     """
     unit_of = {parameter.name: number for number, unit in enumerate(catalogue.units) for parameter in unit}
     layouts = {worker: catalogue.layout(base, worker) for worker in base.placement.workers}
     offsets = {worker: layout.offsets() for worker, layout in layouts.items()}
     needed: dict[tuple[int, int], set[int]] = defaultdict(set)
     """By owner and target: numbers of the owner's pieces."""
-    for move in plan_remap(catalogue, base, plan, {worker: worker for worker in layouts}):
+    for move in moves:
         if move.owner != move.target:
             starts = offsets[move.owner]
             first = bisect_right(starts, move.old_offset) - 1

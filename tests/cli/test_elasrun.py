@@ -257,6 +257,10 @@ def test_a_signal_while_preloading_ends_the_launch(tmp_path: Path) -> None:
         (["--nnodes", "2", "--node-rank", "0", TOY], "needs --rdzv-endpoint"),
         (["--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "localhost", TOY], "needs a secret"),
         (["--master-port", "70000", TOY], "--master-port must be a port from 0 to 65535"),
+        (
+            ["--rebalance", "8,7", TOY],
+            "--rebalance must be STEP:N,N,... with a number of layers for each stage, got '8,7'",
+        ),
         (["--unknown", TOY], "there is no flag --unknown: elasrun --help"),
         (["--nproc-per-nod=2", TOY], "there is no flag --nproc-per-nod, did you mean --nproc-per-node? elasrun --help"),
         (["--log_dirs", "x", TOY], "there is no flag --log_dirs, did you mean --log-dir?"),

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron_elas.config import ControlTimeouts
-from megatron_elas.control.commands import EndJob, LogLoss, ShowRecovery
+from megatron_elas.control.commands import EndJob, LogLoss, ShowMigration, ShowRecovery
 from megatron_elas.control.events import Event
-from megatron_elas.control.launch import Launch
+from megatron_elas.control.launch import Launch, Rebalance
 from megatron_elas.control.link import ControlLink
 from megatron_elas.control.messages import AgentHello, Quiesce, ToAgent, Welcome, WorkerExited
 from megatron_elas.control.service import ControlService
@@ -21,6 +21,7 @@ from megatron_elas.control.states import State
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.step_report import StepReport
+from megatron_elas.spec.step_trace import StepTrace
 from tests.control.jobs import TIMEOUTS, make_hello
 
 TOKEN = "secret"
@@ -36,9 +37,10 @@ class Served:
         self._loop = loop
         self.address = f"ws://127.0.0.1:{port}"
         self.orders: queue.Queue[ToAgent] = queue.Queue()
-        self.shown: queue.Queue[ShowRecovery] = queue.Queue()
+        self.shown: queue.Queue[ShowRecovery | ShowMigration] = queue.Queue()
         self.logged: queue.Queue[LogLoss] = queue.Queue()
         self.steps: queue.Queue[StepReport] = queue.Queue()
+        self.traces: queue.Queue[StepTrace] = queue.Queue()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run on the service's thread."""
@@ -95,7 +97,12 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-    world_size: int, *, nnodes: int = 1, timeouts: ControlTimeouts = TIMEOUTS, local_agent: bool = True
+    world_size: int,
+    *,
+    nnodes: int = 1,
+    timeouts: ControlTimeouts = TIMEOUTS,
+    local_agent: bool = True,
+    rebalances: tuple[Rebalance, ...] = (),
 ) -> Iterator[Served]:
     """A controller for so many workers; its own node's agent has joined and does nothing."""
     ready: queue.Queue[Served] = queue.Queue()
@@ -103,10 +110,11 @@ def serving(
 
     async def serve() -> None:
         orders: queue.Queue[ToAgent] = queue.Queue()
-        shown: queue.Queue[ShowRecovery] = queue.Queue()
+        shown: queue.Queue[ShowRecovery | ShowMigration] = queue.Queue()
         logged: queue.Queue[LogLoss] = queue.Queue()
         steps: queue.Queue[StepReport] = queue.Queue()
-        launch = Launch(nnodes=nnodes, workers_per_node=world_size // nnodes, timeouts=timeouts)
+        traces: queue.Queue[StepTrace] = queue.Queue()
+        launch = Launch(nnodes=nnodes, workers_per_node=world_size // nnodes, timeouts=timeouts, rebalances=rebalances)
         service = ControlService(
             launch=launch,
             token=TOKEN,
@@ -115,11 +123,13 @@ def serving(
             show=shown.put,
             log=logged.put,
             log_step=steps.put,
+            log_trace=traces.put,
         )
         listener = socket.create_server(("127.0.0.1", 0))
         async with service.serve(listener):
             served = Served(service, asyncio.get_running_loop(), listener.getsockname()[1])
             served.orders, served.shown, served.logged, served.steps = orders, shown, logged, steps
+            served.traces = traces
             if local_agent:
                 service.apply(AgentHello(node=0, host="here", workers=launch.workers_of(0)))
             ready.put(served)

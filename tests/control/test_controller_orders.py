@@ -5,25 +5,30 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elas.control.commands import EndJob, Tell
-from megatron_elas.control.events import Event, Tick, WorkerSilent
+from megatron_elas.control.commands import Command, EndJob, ImprovePlan, Reply, Tell
+from megatron_elas.control.events import ChangeAsked, Event, PlanImproved, PlanKept, Tick, WorkerSilent
 from megatron_elas.control.messages import (
     Crashed,
+    Drained,
     Finished,
+    Migrate,
+    Migrated,
     PeerUnreachable,
     Quiesce,
     Recover,
     Recovered,
     Settled,
+    Stop,
     Unverified,
     WorkerExited,
     WorkerHung,
 )
-from megatron_elas.control.states import Settling, Stopping
+from megatron_elas.control.states import Search, Settling, Stopping
 from megatron_elas.planner.plan import initial_plan
 from megatron_elas.spec.errors import ExitCode
+from megatron_elas.spec.migration import MigrationReport
 from megatron_elas.spec.report import RecoveryReport
-from tests.control.jobs import Director, make_job, make_report
+from tests.control.jobs import Director, make_job, make_report, shifted
 
 JOB = make_job(pipeline=2, data=3)
 WORKERS = range(JOB.world_size)
@@ -77,6 +82,42 @@ events: st.SearchStrategy[Event] = st.one_of(
 )
 
 
+MOVING = make_job(pipeline=2, data=3, layers=(3, 3), migration="async")
+"""The same grid, where all go over to other plans, too."""
+
+changes: st.SearchStrategy[Event] = st.one_of(
+    events,
+    st.builds(
+        lambda worker, epoch: Migrated(report=MigrationReport(worker=worker, epoch=epoch, step=7)), workers, epochs
+    ),
+    st.builds(lambda worker: Drained(worker=worker), workers),
+    st.builds(lambda worker, request: ChangeAsked(drained=(worker,), request=request), workers, st.integers(1, 9)),
+    st.builds(lambda layers: ChangeAsked(layers=layers), st.sampled_from([(4, 2), (2, 4), (1, 1)])),
+    st.builds(
+        lambda epoch: PlanKept(search=Search(epoch=epoch), sentence="none"),
+        epochs,
+    ),
+)
+
+
+def moving_director() -> Director:
+    """Its planner finds a better plan at once, whenever it is asked."""
+    director = Director(MOVING).start()
+    director.improver = shifted_in_turn
+    return director
+
+
+def shifted_in_turn(command: ImprovePlan) -> PlanImproved | PlanKept:
+    """One layer to the first stage, until the second one has no more to give."""
+    if command.plan.layers[1][1] - command.plan.layers[1][0] == 1:
+        return PlanKept(search=command.search, sentence="none is left")
+    return shifted(command)
+
+
+def _is_order(command: Command, kind: type[Migrate]) -> bool:
+    return isinstance(command, Tell) and isinstance(command.message, kind)
+
+
 def check_guarantees(director: Director) -> None:
     """The controller's guarantees, over everything it ever commanded."""
     quiesced = [
@@ -92,6 +133,10 @@ def check_guarantees(director: Director) -> None:
             assert epoch not in recovers, "one Recover per settled epoch"
             assert set(command.message.plan.placement.workers) <= set(command.workers)
             recovers[epoch] = command.workers
+    promised = [command.message.plan.epoch for command in director.commands if _is_order(command, Migrate)]
+    assert promised == sorted(set(promised)) and not set(promised) & set(quiesced), "every epoch begins in one way"
+    begun = sorted((*quiesced, *promised))
+    assert begun == list(range(1, len(begun) + 1)), "no epoch is left out"
     assert sum(isinstance(command, EndJob) for command in director.commands) <= 1
 
 
@@ -106,6 +151,27 @@ def test_guarantees_hold_in_any_order_of_any_messages(script: list[Event]) -> No
             if isinstance(command, Tell) and lost_before & set(command.workers):
                 told_after_loss.append(command.workers)
     assert not told_after_loss, "a lost or finished worker gets no message"
+    check_guarantees(director)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(changes, max_size=40))
+def test_guarantees_hold_where_all_go_over_to_other_plans(script: list[Event]) -> None:
+    director = moving_director()
+    answered: list[int] = []
+    asked: list[int] = []
+    for event in script:
+        gone = {*director.state.roster.lost, *director.state.roster.finished}
+        left = director.state.roster.drained
+        asked += [event.request] if isinstance(event, ChangeAsked) and event.request is not None else []
+        for command in director.send(event):
+            if isinstance(command, Tell):
+                assert not gone & set(command.workers), "a lost or finished worker gets no message"
+                assert isinstance(command.message, Stop) or not left & set(command.workers)
+            if isinstance(command, Reply):
+                answered.append(command.request)
+    assert sorted(answered) == sorted(asked), "everybody who asks is answered once"
+    assert not director.state.roster.drained & set(director.state.roster.lost)
     check_guarantees(director)
 
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_elas.control.commands import MakePlan, Tell
+from megatron_elas.control.commands import ImprovePlan, MakePlan, ShowMigration, Tell
 from megatron_elas.control.controller import step
-from megatron_elas.control.events import Event, PlanMade, Restarted
+from megatron_elas.control.events import ChangeAsked, Event, PlanMade, Restarted
 from megatron_elas.control.journal import BadJournal, Journal, is_new, matters, replay
 from megatron_elas.control.launch import Launch
 from megatron_elas.control.messages import (
@@ -22,6 +22,7 @@ from megatron_elas.control.messages import (
     Finished,
     HelloAgain,
     KillWorker,
+    Migrate,
     Quiesce,
     Recover,
     Start,
@@ -31,13 +32,26 @@ from megatron_elas.control.messages import (
     WorkerExited,
     WorkerHung,
 )
+from megatron_elas.control.migrating import FAREWELL
 from megatron_elas.control.rejoining import catch_up_agent, catch_up_worker, find_stranger
 from megatron_elas.control.service import make_plan
 from megatron_elas.control.states import Ended, Gathering, Resuming, Running, Settling, State, Stopping
 from megatron_elas.spec.errors import ExitCode
-from tests.control.jobs import TIMEOUTS, Director, make_hello, told
+from megatron_elas.spec.job import JobSpec
+from tests.control.jobs import TIMEOUTS, Director, make_hello, shifted, told
 from tests.control.served import WELCOME
-from tests.control.test_controller_orders import JOB, PLAN, WORKERS, events, recovered_event, settled_event
+from tests.control.test_controller_orders import (
+    JOB,
+    MOVING,
+    PLAN,
+    WORKERS,
+    changes,
+    events,
+    moving_director,
+    recovered_event,
+    settled_event,
+    shifted_in_turn,
+)
 
 LAUNCH = Launch(nnodes=1, workers_per_node=JOB.world_size, timeouts=TIMEOUTS)
 
@@ -45,8 +59,8 @@ LAUNCH = Launch(nnodes=1, workers_per_node=JOB.world_size, timeouts=TIMEOUTS)
 class Journaled(Director):
     """A director whose controller writes a journal, and can be killed."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(JOB)
+    def __init__(self, path: Path, job: JobSpec = JOB) -> None:
+        super().__init__(job)
         self.path = path
         self.journal = Journal.create(path, LAUNCH)
         self.states: list[State] = [self.state]
@@ -65,6 +79,8 @@ class Journaled(Director):
             for command in commands:
                 if isinstance(command, MakePlan):
                     self.send(make_plan(command))
+                if isinstance(command, ImprovePlan) and self.improver is not None:
+                    self.send(self.improver(command))
         return self.commands[first:]
 
     def restart(self) -> None:
@@ -155,8 +171,8 @@ def without_times(state: State) -> tuple[object, ...]:
     lost = {worker: (loss.reason, loss.detail) for worker, loss in roster.lost.items()}
     common = (type(state), lost, roster.finished, roster.exited, roster.crashes)
     match state:
-        case Running(plan=plan):
-            return (*common, plan)
+        case Running(plan=plan, search=search, migration=migration):
+            return (*common, plan, search, migration, roster.drained, roster.scripted)
         case Settling(epoch=epoch, reports=reports, plan=plan):
             return (*common, epoch, reports, plan)
         case Resuming(plan=plan, settlement=settlement, reports=reports):
@@ -165,6 +181,25 @@ def without_times(state: State) -> tuple[object, ...]:
             return (*common, code, sentence)
         case Gathering():
             return (*common, roster.hellos)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(changes, max_size=25), st.data())
+def test_a_controller_that_was_killed_orders_no_migration_twice(script: Sequence[Event], data: st.DataObject) -> None:
+    calm = moving_director()
+    calm.send(*script)
+    with tempfile.TemporaryDirectory() as folder:
+        director = Journaled(Path(folder) / "journal", MOVING)
+        director.improver = shifted_in_turn
+        director.start()
+        for event in script:
+            director.send(event)
+            if data.draw(st.booleans(), label="killed"):
+                director.restart()
+        director.journal.close()
+    assert without_times(director.state) == without_times(calm.state)
+    orders = [[message for _, message in told(who.commands, Migrate)] for who in (director, calm)]
+    assert orders[0] == orders[1]
 
 
 def test_a_line_that_is_cut_short_is_dropped_and_written_over(director: Journaled) -> None:
@@ -239,6 +274,53 @@ def test_a_plan_that_was_on_its_way_is_asked_for_again() -> None:
     director.send(PlanMade(plan=PLAN, seconds=0.1), exited(5))
     [order] = [c for c in director.send(Restarted(away_s=1.0)) if isinstance(c, MakePlan)]
     assert (order.epoch, order.lost) == (1, (5,))
+
+
+@pytest.fixture
+def moving(tmp_path: Path) -> Journaled:
+    """Nobody has answered for the planner, who is to find a plan without worker 2."""
+    director = Journaled(tmp_path / "moving", MOVING)
+    director.start()
+    director.send(ChangeAsked(drained=(2,), request=7))
+    return director
+
+
+def test_a_plan_to_go_over_to_that_was_on_its_way_is_asked_for_again(moving: Journaled) -> None:
+    [before] = [command for command in moving.commands if isinstance(command, ImprovePlan)]
+    moving.restart()
+    [_, after] = [command for command in moving.commands if isinstance(command, ImprovePlan)]
+    assert after == before
+    moving.send(shifted(after), shifted(before))
+    assert len(told(moving.commands, Migrate)) == 1
+    moving.restart()
+    assert len(told(moving.commands, Migrate)) == 1 and moving.state.migration is not None
+
+
+def test_a_worker_that_missed_the_order_to_go_over_gets_it_until_somebody_has(moving: Journaled) -> None:
+    moving.improver = shifted
+    moving.restart()
+    [(_, order)] = told(moving.commands, Migrate)
+    moving.restart()
+    assert catch_up_worker(moving.state, again(1)) == (order,)
+    assert catch_up_worker(moving.state, again(2)) == (order,), "who leaves takes part"
+    assert [type(message) for message in catch_up_worker(moving.state, again(1, plan_epoch=-1))] == [Start, Migrate]
+    assert catch_up_worker(moving.state, again(1, plan_epoch=1)) == ()
+    moving.migrate(1, [0])
+    moving.restart()
+    assert catch_up_worker(moving.state, again(1)) == ()
+    assert find_stranger(moving.state, again(2)) == FAREWELL
+
+
+def test_the_block_of_a_migration_is_shown_by_the_controller_that_hears_the_last_report(moving: Journaled) -> None:
+    moving.improver = shifted
+    moving.restart()
+    for worker in (0, 1, 3, 4):
+        moving.migrate(1, [worker])
+        moving.restart()
+    assert not [command for command in moving.commands if isinstance(command, ShowMigration)]
+    moving.migrate(1, [5, 5])
+    [block] = [command for command in moving.commands if isinstance(command, ShowMigration)]
+    assert block.facts["reported"] == [0, 1, 3, 4, 5]
 
 
 def test_a_worker_that_comes_back_is_told_what_it_missed_and_nothing_else(director: Journaled) -> None:

@@ -27,6 +27,7 @@ from megatron_elas.spec.events import LossReason, WorkerLost
 from megatron_elas.spec.plan import Settlement
 from megatron_elas.spec.report import RecoveryReport
 from megatron_elas.spec.step_report import PassTotal, StepReport
+from megatron_elas.spec.step_trace import Span, StepTrace
 from megatron_elas.spec.transaction import Update
 from tests.control.jobs import make_hello, make_job, make_report
 
@@ -52,6 +53,23 @@ EXAMPLES: list[Message] = [
             passes=(PassTotal(kind="forward", passes=2, samples=4, seconds=0.1),),
             waited_s=0.0,
             first=True,
+        )
+    ),
+    messages.Traced(
+        trace=StepTrace(
+            worker=1,
+            epoch=2,
+            step=3,
+            stage=0,
+            cell=1,
+            first_layer=0,
+            last_layer=2,
+            began_s=5.5,
+            step_s=0.5,
+            spans=(
+                Span(kind="forward", start_s=0.0, end_s=0.25, item=0, samples=2),
+                Span(kind="wait", start_s=0.25, end_s=0.5),
+            ),
         )
     ),
     messages.Stalled(worker=1, detail="x"),

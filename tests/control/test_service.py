@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection
 
 from megatron_elas.control.commands import EndJob
-from megatron_elas.control.link import ControlLink
+from megatron_elas.control.link import MOST_TRACES, ControlLink
 from megatron_elas.control.messages import (
     AgentHeartbeat,
     AgentHello,
@@ -55,6 +55,7 @@ from megatron_elas.spec.report import RecoveryReport
 from megatron_elas.spec.step_report import StepReport
 from tests.control.jobs import TIMEOUTS, make_hello, make_job, make_report
 from tests.control.served import TOKEN, WAIT_S, WELCOME, Member, Served, joined, serving
+from tests.control.test_trace_log import make_trace
 
 JOB = make_job(pipeline=2, data=2)
 PATIENT = replace(TIMEOUTS, heartbeat_timeout_s=20.0, settle_timeout_s=20.0, resume_timeout_s=20.0, join_timeout_s=20.0)
@@ -308,6 +309,22 @@ def test_measured_steps_are_not_kept_for_another_controller_and_not_counted() ->
         link.send(FaultFired(worker=2, fault="x", at_s=1.0))
         with link._all_noted:
             assert link._all_noted.wait_for(lambda: link._outbox.empty, WAIT_S)
+
+
+def test_traces_are_logged_once_each_and_not_kept_for_another_controller() -> None:
+    with serving(4) as served, joined(served, JOB) as members:
+        traces = [make_trace(2, step) for step in range(MOST_TRACES)]
+        for trace in traces:
+            members[2].link.traced(trace)
+        assert [served.traces.get(timeout=WAIT_S) for _ in traces] == traces, "they go with the heartbeats"
+        assert members[2].link._outbox.empty
+        members[1].link.traced(make_trace(1))
+        members[1].link.tell_measured()
+        assert served.traces.get(timeout=WAIT_S).worker == 1
+        beats = served.record("_hear")
+        while not isinstance(beats.get(timeout=WAIT_S)[1], Heartbeat):
+            pass
+        assert served.traces.empty()
 
 
 def test_a_recovery_block_tells_the_forecast_before_and_after() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_elas.planner.job_costs import JobCosts
 from megatron_elas.planner.plan import initial_plan, predict_step_s, replan
 from megatron_elas.planner.time_model import make_time_model
 from megatron_elas.spec.emulation import EmulatedTime
@@ -17,7 +18,9 @@ from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.job_profile import JobProfile, load_job
 from megatron_elas.spec.plan import ElasticPlan
 from tests.fault.runs import Run, assert_nothing_stale, assert_same_training, run_job
+from tests.fault.settings import BY_PROFILE
 from tests.fault.test_a_stage_is_lost import assert_same_model
+from tests.schedule.plan_orders import make_orders
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -41,14 +44,20 @@ def describe(stages: int, rows: int) -> JobSpec:
         micro_batch_size=1,
         num_microbatches=BATCH,
         stage_layers=(4 // stages,) * stages,
+        split_backward=True,
     )
+
+
+def costs_of(job: JobSpec) -> JobCosts:
+    """That the job plans with, before it has measured anything."""
+    model = load_job("llama2-7b")
+    own = JobProfile(name="own", spec=job, shape=replace(model.shape, layers=job.stage_layers), training=model.training)
+    return replace(make_time_model(own, TIME).costs, clock=None)
 
 
 def predict_s(job: JobSpec, plan: ElasticPlan) -> float:
     """Seconds of a step."""
-    model = load_job("llama2-7b")
-    own = JobProfile(name="own", spec=job, shape=replace(model.shape, layers=job.stage_layers), training=model.training)
-    return predict_step_s(job, plan, make_time_model(own, TIME).costs)
+    return predict_step_s(job, plan, costs_of(job))
 
 
 def step_times_s(run: Run) -> dict[int, float]:
@@ -68,13 +77,27 @@ def test_a_replica_is_lost(tmp_path: Path) -> None:
     job, fault = describe(2, 2), f"kill:worker=3@step={AT},phase=forward,microbatch=1"
     flags = ("--pipeline-model-parallel-size=2",)
     calm = run_job(tmp_path / "calm", flags, workers=4)
-    run = run_job(tmp_path / "run", (*flags, *FLAGS), workers=4, faults=(fault,))
+    run = run_job(tmp_path / "run", (*flags, *FLAGS), workers=4, faults=(fault,), launcher_flags=BY_PROFILE)
     assert run.fired == [fault]
     assert_same_training(run, calm)
     assert_nothing_stale(run)
     plan = initial_plan(job, {})
     assert_takes(run, range(2, AT), predict_s(job, plan))
-    assert_takes(run, range(AT + 2, 16), predict_s(job, replan(job, plan, (3,), 1, {})))
+    assert_takes(run, range(AT + 2, 16), predict_s(job, replan(job, plan, (3,), 1, {}, costs_of(job))))
+
+
+def test_orders_of_a_plan_take_the_time_that_is_predicted(tmp_path: Path) -> None:
+    job, flags = describe(2, 2), ("--pipeline-model-parallel-size=2",)
+    calm = run_job(tmp_path / "calm", flags, workers=4)
+    run = run_job(tmp_path / "run", (*flags, *FLAGS), workers=4, environ={"ELAS_TEST_ORDERS": "split"})
+    assert all("W" in record["order"] for record in run.records("final").values())
+    assert_same_training(run, calm)
+    plan = initial_plan(job, {})
+    ordered = replace(plan, orders=make_orders(plan.items, "split"))
+    assert predict_s(job, ordered) < 0.95 * predict_s(job, plan), (
+        "in the order of the plan without one it would be as fast"
+    )
+    assert_takes(run, range(2, 16), predict_s(job, ordered))
 
 
 def test_a_stage_is_lost(tmp_path: Path) -> None:

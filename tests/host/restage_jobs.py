@@ -115,6 +115,8 @@ class SessionStandIn:
         self._activity += 1
         if step in self._plans:
             self.change(self._plans[step])
+        elif step + 1 in self._plans:
+            self.host.prebuild(self._plans[step + 1])
         self.plan = self.attachment.route.plan
         begin_s = time.monotonic()
         outcome = body(step)
@@ -156,12 +158,23 @@ class SessionStandIn:
         host.follow_groups(plan)
         host.clear_step()
         self._groups.open_links()
+        before = values_of(host) if host._part.lane == plan.part_of(self.worker).lane else {}
         host.rebuild(plan)
+        after = values_of(host)
+        changed = [name for name in before.keys() & after.keys() if not torch.equal(before[name], after[name])]
+        assert not changed, f"worker {self.worker} has {changed} before and after, with other values"
         layout = host._access.layout()
         assert layout == self.catalogue.layout(plan, self.worker), f"worker {self.worker} under {plan}"
         host.write_shard(fill(layout, plan.placement.seat(self.worker).lane, everybody))
         host.sync_parameters()
         host.rewind(captured)
+
+
+def values_of(host: Any) -> dict[str, torch.Tensor]:
+    """Copies of the parameters, by global name."""
+    from megatron_elas.host.model import named_parameters
+
+    return {name: param.detach().clone() for name, param in named_parameters(host._model)}
 
 
 def read_pieces(host: Any) -> tuple[Pieces, float]:

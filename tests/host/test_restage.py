@@ -26,6 +26,11 @@ MIDDLE_IS_LAST = make_plan(1, [[[0]], [[1]], [[2]]], [(0, 2), (2, 3), (3, 4)])
 THREE = make_plan(1, [[[0]], [[2]], [[3]]], [(0, 1), (1, 3), (3, 4)])
 BACK_TO_FRONT = make_plan(1, [[[3]], [[2]]], [(0, 3), (3, 4)])
 WIDER = make_plan(1, [[[0], [3]], [[2]]], [(0, 2), (2, 4)])
+LAYER_TO_AND_FRO = {
+    2: make_plan(1, [[[0]], [[1]]], [(0, 1), (1, 4)]),
+    4: make_plan(2, [[[0]], [[1]]], [(0, 3), (3, 4)]),
+}
+LANES_MOVE_A_LAYER = {3: make_plan(1, [[[0, 1]], [[2, 3]]], [(0, 3), (3, 4)])}
 CROSSED_CELL = make_plan(1, [[[2, 3], [7, 0]], [[4, 5]]], [(0, 2), (2, 4)])
 """Of the spares of two cells, in each other's lanes and one on another stage."""
 
@@ -37,6 +42,9 @@ CASES = [
     pytest.param((*PP4, *LEARNING_RATES), 4, {3: MIDDLE_IS_LAST}, id="groups-that-were-empty"),
     pytest.param(PP2, 4, {3: BACK_TO_FRONT}, id="a-stage-in-two-back-to-front"),
     pytest.param((*TIED, *OVERLAP, "--bf16"), 4, {3: BACK_TO_FRONT}, id="tied-overlap-bf16"),
+    pytest.param(PP2, 2, LAYER_TO_AND_FRO, id="a-layer-moves-and-comes-back"),
+    pytest.param((*TIED, *OVERLAP, "--bf16"), 2, LAYER_TO_AND_FRO, id="a-layer-moves-tied-overlap-bf16"),
+    pytest.param((*TP2, "--sequence-parallel"), 4, LANES_MOVE_A_LAYER, id="a-layer-moves-of-both-lanes"),
     pytest.param(PP4, 4, {3: WIDER}, id="more-cells-than-there-is-room-for"),
     pytest.param((*PP2, *OVERLAP), 4, {3: make_plan(1, [[[0], [1]]], [(0, 4)])}, id="2-stages-of-2-to-1-of-2-overlap"),
     pytest.param(TP2, 8, {3: CROSSED_CELL}, id="spares-form-a-cell"),

@@ -333,6 +333,10 @@ class ToyWorker:
     """Of the last step: a weak reference."""
     steps_run: list[int] = field(default_factory=list)
     steps_missed: list[int] = field(default_factory=list)
+    anywhere: dict[str, Callable[[], None]] = field(default_factory=dict)
+    """By phase: the same, in whichever step it is first there."""
+    hears_from: int = 0
+    """The step before which this worker hears of no migration."""
     prebuilt: list[int] = field(default_factory=list)
     """Epochs of plans that it was told to make ready for."""
     hooks: dict[tuple[str, int], Callable[[], None]] = field(default_factory=dict)
@@ -425,6 +429,9 @@ class ToyWorker:
             pieces = self.layout(self.session.plan).pieces
             self.gradient *= torch.cat([speed_of(piece.name)[piece.start : piece.stop] for piece in pieces])
         self.strike(step, "reduce", None)
+        ahead = self.session._migrating_in_use._ahead
+        if ahead is not None:  # so that it is in the same step whether the machine is busy or not
+            ahead.result()
         ballots = self.communicator.all_gather_rows(self.session.ballot())
         known, complete = (sum(column) for column in zip(*ballots, strict=True))
         self.session.count_ballots((known, complete), len(ballots))
@@ -476,9 +483,9 @@ class ToyWorker:
             self.checkpoint = step + 1
 
     def strike(self, step: int, phase: str, microbatch: int | None) -> None:
-        hook = self.hooks.pop((phase, step), None)
-        if hook is not None:
-            hook()
+        for hook in (self.hooks.pop((phase, step), None), self.anywhere.pop(phase, None)):
+            if hook is not None:
+                hook()
 
     def vanish(self) -> None:
         """Be lost, here and now: links break, and the controller hears of it."""
@@ -588,12 +595,11 @@ class ToyWorker:
         layouts = {worker: catalogue.layout(plan, worker) for worker in self.replicas.members}
         outputs = [torch.zeros(layouts[worker].numel) for worker in self.replicas.members]
         first, _ = plan.layers_of(self.id)
-        mine = torch.cat(
-            [
-                self.parameters[(at := (int(piece.name) - first) * NUMEL) + piece.start : at + piece.stop]
-                for piece in layouts[self.id].pieces
-            ]
-        )
+        slices = [
+            self.parameters[(at := (int(piece.name) - first) * NUMEL) + piece.start : at + piece.stop]
+            for piece in layouts[self.id].pieces
+        ]
+        mine = torch.cat([torch.empty(0), *slices])  # nothing but padding, with many replicas
         if len({output.numel() for output in outputs}) == 1:
             self.replicas.allgather([outputs], [mine]).wait()
         else:
@@ -712,6 +718,8 @@ class ToyWorker:
     @property
     def migration(self) -> GoOver | None:
         staged = self.job.staged
+        if self.step < self.hears_from:
+            return None
         return staged if staged is not None and staged.plan.epoch > self.job.epoch else None
 
     def migrated(self, report: MigrationReport) -> None:
@@ -721,8 +729,9 @@ class ToyWorker:
         with self.job.changed:
             self.job.drained.add(self.id)
 
-    def prebuild(self, plan: ElasticPlan) -> None:
+    def prebuild(self, plan: ElasticPlan, most: int = 1) -> bool:
         self.prebuilt.append(plan.epoch)
+        return True
 
     def finished(self) -> None:
         with self.job.changed:

@@ -1,0 +1,105 @@
+"""A job traces its steps around a loss pass by pass, which changes nothing of its training and takes it no longer."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megatron_elas.cli.chrome_trace import make_chrome_trace
+from megatron_elas.cli.report_facts import read_job_log
+from megatron_elas.cli.report_traces import shown_steps
+from megatron_elas.planner.plan import initial_plan
+from megatron_elas.spec.step_report import read_step_reports
+from megatron_elas.spec.step_trace import StepTrace, read_step_traces
+from tests.fault.conftest import GRID
+from tests.fault.runs import MODEL, Run, assert_same_training, launcher, run_command, run_job
+from tests.fault.test_steps_are_measured import JOB, OFTEN
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
+
+LOST, AT = 2, 8
+FAULT = f"kill:worker={LOST}@step={AT},phase=backward,microbatch=1"
+ASKED = 3
+ALTERNATING = Path(__file__).parent / "alternating_tracer.py"
+PAIRS = 45
+"""Steps with and without tracing; ``steps.jsonl`` takes the first 100 reports of a worker."""
+
+
+def assert_whole(trace: StepTrace) -> None:
+    """One thing at a time, within the step; every item once forward and once backward; an exchange, an update."""
+    kinds = [span.kind for span in trace.spans]
+    assert all(before.end_s <= after.start_s for before, after in pairwise(trace.spans))
+    assert trace.spans[0].start_s >= 0 and trace.spans[-1].end_s <= trace.step_s + 1e-6
+    assert trace.left_out == 0
+    passes = {kind: [s.item for s in trace.spans if s.kind == kind] for kind in ("forward", "backward")}
+    assert passes["forward"] == passes["backward"] and len(set(passes["forward"])) == len(passes["forward"]) > 0
+    samples = [sum(s.samples for s in trace.spans if s.kind == kind) for kind in passes]
+    cells = 1 if trace.epoch and trace.stage == 1 else 2
+    assert samples == [8 // cells] * 2
+    if trace.epoch == 0:
+        assert passes["forward"] == [item.number for item in initial_plan(JOB, {}).items[trace.stage][trace.cell]]
+    assert {"exchange", "optimizer"} <= set(kinds)
+    for span in trace.spans:
+        assert span.kind != "forward" or span.apart_s <= span.end_s - span.start_s
+
+
+def test_steps_before_and_after_a_loss_are_traced_by_all_who_live(calm: Run, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    run = run_job(
+        tmp_path / "run", (*GRID, f"--elastic-trace-steps={ASKED}"), workers=4, faults=[FAULT],
+        launcher_flags=[f"--log-dir={logs}", OFTEN],
+    )  # fmt: skip
+    output = "".join(path.read_text() for path in sorted(logs.glob("worker*.log")))
+    run = replace(run, output=run.output + output)
+    assert run.fired == [FAULT], run.output[-6000:]
+    assert_same_training(run, calm)
+
+    traces = read_step_traces(logs / "traces.jsonl")
+    for trace in traces:
+        assert_whole(trace)
+    told = {(epoch, step): {t.worker for t in traces if (t.epoch, t.step) == (epoch, step)}
+            for epoch, step in {(t.epoch, t.step) for t in traces}}  # fmt: skip
+    everybody, living = {0, 1, 2, 3}, {0, 1, 3}
+    assert told == {
+        (0, 1): everybody, (0, ASKED): everybody, (0, 6): everybody, (0, AT - 1): living,
+        (1, AT + 1): living, (1, AT + 6): living,
+    }  # fmt: skip
+    assert len(traces) == sum(map(len, told.values())), "each is told once"
+    # All on this machine's clock: of a step, nobody is done before the last one has begun.
+    for key in told:
+        own = [t for t in traces if (t.epoch, t.step) == key]
+        assert max(t.began_s for t in own) < min(t.began_s + t.end_s for t in own)
+
+    log = read_job_log(logs)
+    before, after = shown_steps(log)
+    assert (before.epoch, after.epoch, after.step) == (0, 1, AT + 1) and before.step in (6, AT - 1)
+    assert [cell.trace.worker for cell in before.cells if cell.lost] == [LOST]
+    assert [cell.trace.worker for cell in after.cells] == [0, 1, 3] and len(after.gone) == 1
+    events = make_chrome_trace(log)["traceEvents"]
+    assert sum(event.get("cat") == "forward" for event in events) == sum(
+        span.kind == "forward" for trace in traces for span in trace.spans
+    )
+    assert {event["cat"] for event in events if event["ph"] == "i"} == {"loss"}
+
+
+def test_tracing_takes_no_time(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    command = [
+        *launcher(4), f"--log-dir={logs}", OFTEN, "--preload=megatron_elas.pretrain_gpt:preload", str(ALTERNATING),
+        *MODEL, f"--train-iters={2 * PAIRS}", "--global-batch-size=8", "--elastic", *GRID,
+    ]  # fmt: skip
+    run = run_command(command, tmp_path / "run", (), 200)
+    assert run.code == 0, run.output[-6000:]
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for report in read_step_reports(logs / "steps.jsonl"):
+        if report.step >= 4:
+            times[report.step % 2 == 0].append(report.step_s)
+    assert min(map(len, times.values())) > PAIRS
+    assert {trace.step % 2 for trace in read_step_traces(logs / "traces.jsonl")} == {0}
+    ratio = statistics.median(times[True]) / statistics.median(times[False])
+    print(f"step time with tracing / without: {ratio:.3f}")
+    assert ratio < 1.1, "on a busy machine medians differ by some hundredths"
