@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from megatron_elas.planner.choices import Choice, Choices, best_of, time_plan
-from megatron_elas.planner.dataflow import DEALS, Deal, deal_items
+from megatron_elas.planner.dataflow import DEALS, Deal, Dealt, deal_stages, is_possible, is_stock
 from megatron_elas.planner.finding import REGROUPING, RUNTIME, find_plan
 from megatron_elas.planner.job_costs import JobCosts
 from megatron_elas.planner.plan import check_workers, costs_or_even, finish, list_choices, situation_of
@@ -155,14 +155,17 @@ def _seeds(situation: Situation, plan: ElasticPlan) -> tuple[Candidate, ...]:
         len(rows) != len(items) for rows, items in zip(situation.rows, plan.items, strict=True)
     ):
         return ()
-    job = situation.job
+    job, known = situation.job, Dealt()
     for size in [size for size in range(job.micro_batch_size, 0, -1) if job.micro_batch_size % size == 0]:
-        deals = [_deal_of(divided(job, size), rows, own) for rows, own in zip(situation.rows, plan.items, strict=True)]
+        deals = [
+            _deal_of(divided(job, size), rows, own, known) for rows, own in zip(situation.rows, plan.items, strict=True)
+        ]
         if all(deals):
             plain = replace(stay(situation), size=size, deals=tuple(deal for deal in deals if deal))
             return (replace(plain, split=True), plain) if job.split_backward else (plain,)
     return ()
 
 
-def _deal_of(job: JobSpec, rows: tuple[int, ...], items: StageItems) -> Deal | None:
-    return next((deal for deal in DEALS if deal_items(job, rows, deal) == items), None)
+def _deal_of(job: JobSpec, rows: tuple[int, ...], items: StageItems, known: Dealt) -> Deal | None:
+    possible = (deal for deal in DEALS if is_stock(job, rows) or is_possible(job, len(rows), deal))
+    return next((deal for deal in possible if deal_stages(job, [rows], [deal], known)[0] == items), None)
