@@ -20,7 +20,7 @@ RUN := "$(or $(USE_PYTHON),$(VENV)/bin/python)"
 # Folders without torch, checked strictly; those that exist.
 TYPED := $(wildcard $(addprefix megatron_elas/,spec schedule planner simulator control cli config.py prerequisites.py proof.py))
 
-.PHONY: help native demo test test-all check lint types imports format campaign soak bench-communicator bench-recovery bench-detection bench-emulation bench-goodput bench-orders bench-planner bench-transaction venv clean distclean
+.PHONY: help native demo test test-all check lint types imports format campaign soak bench-communicator bench-recovery bench-detection bench-emulation bench-goodput bench-migration bench-orders bench-planner bench-throughput bench-transaction venv clean distclean
 
 help:
 	@echo "make demo                train a tiny Llama, lose a worker, watch it go on"
@@ -36,6 +36,8 @@ help:
 	@echo "make bench-orders        orders of a plan against the stock schedule on the same items; the cost of split backward"
 	@echo "make bench-goodput       simulated weeks of failures: our policy against others, from 96 devices to a million"
 	@echo "make bench-emulation     emulated accelerators: how well operations and steps keep to their times"
+	@echo "make bench-throughput    emulated accelerators: throughput of real jobs before and after losses, by policy; the real torchft"
+	@echo "make bench-migration     emulated accelerators: how long a migration of 1 to 4 layers holds training up"
 	@echo "make clean               remove caches and build files;  make distclean: the environment too"
 
 # The C libraries of this checkout; quick when up to date. Without a compiler, Python code takes their place.
@@ -97,6 +99,12 @@ bench-goodput: venv
 
 bench-emulation: native
 	@$(RUN) benchmarks/emulation.py $(ARGS)
+
+bench-throughput: native
+	@$(RUN) benchmarks/throughput.py $(ARGS)
+
+bench-migration: native
+	@$(RUN) benchmarks/migration.py $(ARGS)
 
 venv:
 	@$(if $(USE_PYTHON),:,scripts/setup_venv.sh)

@@ -1,9 +1,10 @@
 """A replica of the data-parallel loop under torchft, and torchft's lighthouse, in the environment of torchft_venv.py.
 
     replica_torchft.py lighthouse FOLDER SETTINGS            writes its address into FOLDER/lighthouse
-    replica_torchft.py replica FOLDER SETTINGS REPLICA STEP_S
+    replica_torchft.py replica FOLDER SETTINGS REPLICA STEP_S [TAIL_S ...]
 
-SETTINGS is JSON of ``TorchftSettings``; what is null there is left to torchft.
+SETTINGS is JSON of ``TorchftSettings``; what is null there is left to torchft. TAIL_S: what a step takes after its
+all-reduce among 1, 2, ... replicas; nothing unless given.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import json
 import logging
 import signal
 import sys
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,7 +37,7 @@ def serve_lighthouse(folder: Path, settings: dict[str, Any]) -> None:
     signal.pause()
 
 
-def train(folder: Path, settings: dict[str, Any], replica: int, step_s: float) -> None:
+def train(folder: Path, settings: dict[str, Any], replica: int, step_s: float, tails_s: Sequence[float]) -> None:
     """Train until somebody ends this process."""
     logging.disable(logging.CRITICAL)
     network = Network()
@@ -75,6 +78,8 @@ def train(folder: Path, settings: dict[str, Any], replica: int, step_s: float) -
         manager.allreduce(
             gradient
         ).wait()  # torchft's own hook for DDP does not outlive an error of gloo with torch 2.13
+        if tails_s:
+            time.sleep(tails_s[manager.num_participants() - 1])
         optimizer.step()
         if manager.current_step() > before:
             diary.committed(before, manager.num_participants())
@@ -85,4 +90,4 @@ if __name__ == "__main__":
     if what == "lighthouse":
         serve_lighthouse(Path(where), json.loads(text))
     else:
-        train(Path(where), json.loads(text), int(others[0]), float(others[1]))
+        train(Path(where), json.loads(text), int(others[0]), float(others[1]), [float(other) for other in others[2:]])

@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -181,9 +181,26 @@ def elastic_job(folder: Path, replicas: int, flags: Sequence[str]) -> Iterator[C
 
 @contextmanager
 def torchft_job(
-    folder: Path, replicas: int, python: Path | None, settings: TorchftSettings
+    folder: Path,
+    replicas: int,
+    python: Path | None,
+    settings: TorchftSettings,
+    *,
+    step_s: float = STEP_S,
+    tails_s: Sequence[float] = (),
+    struck: Collection[int] = (STRUCK,),
 ) -> Iterator[Callable[[], bool]]:
-    """torchft's; gives a function that tells whether all replicas but the struck one still run."""
+    """torchft's; gives a function that tells whether all replicas but the struck ones still run.
+
+    Args:
+        folder: For diaries and logs.
+        replicas: At the begin.
+        python: Of the environment that has torchft.
+        settings: Of torchft.
+        step_s: That a step computes.
+        tails_s: That it takes after its all-reduce, by the number of replicas in it, from one on; empty: nothing.
+        struck: Replicas that may end.
+    """
     text = json.dumps(asdict(settings))
     base = [str(python), str(HERE / "replica_torchft.py")]
     environ = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo", "TORCHFT_USE_OTEL": "false"}
@@ -197,14 +214,14 @@ def torchft_job(
         workers = [
             started.enter_context(
                 process(
-                    [*base, "replica", str(folder), text, str(replica), str(STEP_S)],
+                    [*base, "replica", str(folder), text, str(replica), str(step_s), *map(str, tails_s)],
                     environ,
                     folder / f"{replica}.log",
                 )
             )
             for replica in range(replicas)
         ]
-        yield lambda: all(worker.poll() is None for at, worker in enumerate(workers) if at != STRUCK)
+        yield lambda: all(worker.poll() is None for at, worker in enumerate(workers) if at not in struck)
 
 
 @contextmanager

@@ -82,6 +82,8 @@ class Run:
     """Of the workers and the launcher."""
     events: list[dict[str, Any]]
     """Recoveries, as in events.jsonl."""
+    log_dir: Path
+    """Where elasrun has written what the job did."""
 
     def step_times_ms(self, after: int) -> list[float]:
         """Of the iterations after the given one."""
@@ -98,8 +100,11 @@ def run_elastic(
     log_dir: Path,
     *,
     measured: bool = False,
+    script: Path | None = None,
     preload: bool = False,
     environ: Mapping[str, str] | None = None,
+    launcher_flags: Sequence[str] = (),
+    limit_s: float = JOB_LIMIT_S,
 ) -> Run:
     """A whole job under elasrun; ends the program when the job fails.
 
@@ -108,22 +113,27 @@ def run_elastic(
         flags: For the training script.
         log_dir: Made by elasrun.
         measured: Run ``measured_worker.py``, which measures and prints, in the place of ``megatron_elas.pretrain_gpt``.
+        script: Run this in the place of ``megatron_elas.pretrain_gpt``.
         preload: Fork the workers, which is faster with many; measured ones always are.
         environ: Additions to the environment.
+        launcher_flags: For elasrun.
+        limit_s: For the whole job.
     """
-    target = [str(MEASURED_WORKER)] if measured else ["-m", "megatron_elas.pretrain_gpt"]
+    if measured:
+        script = MEASURED_WORKER
+    target = ["-m", "megatron_elas.pretrain_gpt"] if script is None else [str(script)]
     if measured or preload:
         target = ["--preload", "megatron_elas.pretrain_gpt:preload", *target]
     command = [sys.executable, "-m", "megatron_elas.cli.elasrun", "--nproc-per-node", str(workers)]
     process = subprocess.Popen(
-        [*command, "--log-dir", str(log_dir), *target, *flags],
+        [*command, *launcher_flags, "--log-dir", str(log_dir), *target, *flags],
         env={**ENVIRONMENT, **(environ or {})},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
     with ended_gently(process):
-        told, _ = process.communicate(timeout=JOB_LIMIT_S)
+        told, _ = process.communicate(timeout=limit_s)
     logs = [line for log in sorted(log_dir.glob("*.log")) for line in log.read_text().splitlines()]
     if process.returncode != 0:
         sys.exit("\n".join([*logs[-40:], told[-3000:], f"a job failed with exit code {process.returncode}"]))
@@ -131,6 +141,7 @@ def run_elastic(
     return Run(
         lines=[*told.splitlines(), *logs],
         events=[event for event in map(json.loads, events.read_text().splitlines()) if event["event"] == "recovery"],
+        log_dir=log_dir,
     )
 
 

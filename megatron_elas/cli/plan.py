@@ -74,8 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--freedom",
         choices=("all", "runtime"),
         default="all",
-        help="ours: what may change; all: whatever a step allows (default), runtime: what a job does while workers "
-        "wait",
+        help="ours: what may change; all: whatever a step allows (default), runtime: what a job does at once",
     )
     how.add_argument(
         "--staggered",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,6 +26,7 @@ from megatron_elas.runtime.store import ShardStore
 from megatron_elas.runtime.streaming import Streaming
 from megatron_elas.runtime.transport.base import Transport
 from megatron_elas.runtime.verification.checks import BEFORE_FORWARD
+from megatron_elas.runtime.verification.inspection import Inspection
 from megatron_elas.runtime.verification.rows import Sums
 from megatron_elas.runtime.verification.verify import Copy, Evidence, verify
 from megatron_elas.spec.catalogue import Catalogue, StageContents
@@ -68,6 +70,8 @@ class _Remap:
     base: ShardStore | None
     borrowed: tuple[tuple[int, int], ...]
     """See ``Evidence``."""
+    inspection: Future[Inspection] | None = None
+    """Under way beside the step; None: it is made when it is needed."""
 
 
 class Executor:
@@ -271,7 +275,10 @@ class Executor:
             marks.append(time.monotonic())
             self._host.sync_parameters()
             state.gathered = None if stale else version  # what was written is not compared yet
-            self._remap = _Remap(plan=plan, store=store, restoring=restoring, write=False, base=base, borrowed=())
+            self._remap = _Remap(
+                plan=plan, store=store, restoring=restoring, write=False, base=base, borrowed=(),
+                inspection=self._pool.beside(self._host.inspect),
+            )  # fmt: skip
             state.live = version
         state.stores[plan.epoch] = (plan, store)
         marks.append(time.monotonic())
@@ -315,7 +322,8 @@ class Executor:
         version, state.gathered = state.live, None
         if remap.write:
             self._host.write_shard(remap.store.own.get(version))
-        self._verify(remap.plan, remap.store, version, remap.restoring.sent, remap.base, remap.borrowed)
+        inspection = None if remap.inspection is None else remap.inspection.result()
+        self._verify(remap.plan, remap.store, version, remap.restoring.sent, remap.base, remap.borrowed, inspection)
         state.gathered = version
         self._remap = None
         return Arrived(moved_bytes=remap.restoring.moved_bytes, background_s=took_s)
@@ -323,6 +331,8 @@ class Executor:
     def abandon(self) -> None:
         """The membership has ended and nothing is in flight: a layout that is not complete is not held."""
         if self._remap is not None:
+            if self._remap.inspection is not None:
+                self._remap.inspection.result()
             del self._state.stores[self._remap.plan.epoch]
             self._state.live = None
             self._remap = None
@@ -432,6 +442,7 @@ class Executor:
         store: ShardStore | None = None,
         sent: Sums | None = None,
         borrowed: tuple[tuple[int, int], ...] = (),
+        inspection: Inspection | None = None,
     ) -> Evidence:
         """What this worker has to show; of optimizer state only with a ``store`` that is complete."""
         worker = self._state.worker
@@ -443,7 +454,7 @@ class Executor:
         return Evidence(
             worker=worker,
             version=version,
-            inspection=self._host.inspect(),
+            inspection=self._host.inspect() if inspection is None else inspection,
             expected={parameter.name: parameter.count for parameter in parameters},
             sent=sent,
             source=None if store is None else store.own.get(version),
@@ -459,6 +470,7 @@ class Executor:
         sent: Sums | None,
         base: ShardStore | None,
         borrowed: tuple[tuple[int, int], ...],
+        inspection: Inspection | None = None,
     ) -> None:
         """Compare what must fit together across workers. Every seated worker calls it; it is also the barrier
         after which the new layout counts.
@@ -466,7 +478,7 @@ class Executor:
         Raises:
             VerificationFailed: Something does not fit.
         """
-        evidence = self._evidence(plan, version, store=store, sent=sent, borrowed=borrowed)
+        evidence = self._evidence(plan, version, store=store, sent=sent, borrowed=borrowed, inspection=inspection)
 
         def drop(owner: int) -> None:
             for copies in (store.wards.get(owner), None if base is None else base.wards.get(owner)):

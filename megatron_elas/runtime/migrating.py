@@ -61,6 +61,8 @@ class Migrating:
         self._ahead: Future[tuple[tuple[Move, ...], tuple[Stream, ...]]] | None = None
         """Of the order: all moves, and what of them is streamed; made beside steps."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="elas-migrating")
+        self._vote = 0
+        """Of the step under way."""
         self._refused = 0
         self._stream_from: int | None = None
         self._switch_at: int | None = None
@@ -111,16 +113,16 @@ class Migrating:
     def ballot(self) -> tuple[int, int]:
         """See ``Session.ballot``."""
         ready = self._order is not None and self._ahead is not None and self._ahead.done()
-        known = self._order.plan.epoch if self._order is not None and ready else 0
+        known = self._vote = self._order.plan.epoch if self._order is not None and ready else 0
         complete = self._prebuilt and self.streaming is not None and self.streaming.complete
         return known, known if complete else 0
 
     def count_ballots(self, sums: tuple[int, int], voters: int, step: int) -> None:
         """See ``Session.count_ballots``."""
-        if self._order is None:
+        if not self._vote:
             return
         known, complete = sums
-        unanimous = self._order.plan.epoch * voters
+        unanimous = self._vote * voters
         if self._stream_from is None and known == unanimous:
             if self._mode == "blocking":
                 self._switch_at = step + 1
@@ -129,7 +131,11 @@ class Migrating:
             self._switch_at = step + 1
 
     def hand_over(self, step: int, gradients: torch.Tensor) -> None:
-        """The step's gradients are reduced: have those of moving pieces at their new owners. Raises as an exchange."""
+        """The step's gradients are reduced: begin to bring those of moving pieces to new owners.
+
+        Raises:
+            EpochChanged, PeerLost: What was sent before was cut short.
+        """
         if self.streaming is not None:
             self.streaming.hand_over(step, gradients)
 
@@ -154,6 +160,7 @@ class Migrating:
         streaming, self.streaming = self.streaming, None
         self._order = self._ahead = None
         self._stream_from = self._switch_at = None
+        self._vote = 0
         if streaming is not None:
             streaming.drain()
 

@@ -149,7 +149,9 @@ class Host(Protocol):
         """
 
     def inspect(self) -> Inspection:
-        """Look at the state as it is now. Reads all parameters and the shard once."""
+        """Look at the state as it is now. Reads all parameters and the shard once. After a migration it is called on
+        another thread, beside the passes of a step.
+        """
 
 
 class Announcement(Protocol):

@@ -199,8 +199,8 @@ class Session:
         self._migrating_in_use.count_ballots(sums, voters, step)
 
     def exchange_gradients(self) -> None:
-        """The gradients of the step under way are reduced: have them at the backups before going on, and those of
-        pieces that migrate at their new owners.
+        """The gradients of the step under way are reduced: have them at the backups before going on, and what migrates
+        in this step at its new owners.
 
         Raises:
             EpochChanged: The membership ended.
@@ -436,7 +436,9 @@ class Session:
         if arrived is None:
             return
         if self._open_migration is not None:
-            self._open_migration = replace(self._open_migration, verify_s=time.monotonic() - began_s)
+            verify_s = time.monotonic() - began_s
+            self._open_migration = replace(self._open_migration, verify_s=verify_s)
+            logger.info("worker %d: epoch %d was verified in %.1f ms", self.worker, self.plan.epoch, 1e3 * verify_s)
         else:
             assert self._open_report is not None
             self._open_report = replace(

@@ -198,6 +198,10 @@ class SnapshotPool:
             mirrors[ward] = self._host.make_mirror(store.ward_layouts[ward], flat)
         return mirrors[ward]
 
+    def beside[R](self, work: Callable[[], R]) -> Future[R]:
+        """Begin something that reads the state, on the thread that follows: the wards' copies follow after it."""
+        return self._follower.submit(work)
+
     def settle_in(self, store: ShardStore) -> None:
         """A step has been finished under the store's layout: let go of what only a way back would need."""
         self._mirrors = {key: kept for key, kept in self._mirrors.items() if kept[0] is store}

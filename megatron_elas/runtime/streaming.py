@@ -1,8 +1,9 @@
 """State of moving layers on its way to new owners while steps run under the old plan.
 
-Every portion (see ``spec.streams``) goes as a whole copy in one step, beside forward and backward passes. From that
-step on its gradients follow in the exchange before the norm, and the new owner makes the same update on its copy, on
-the thread that also brings the copies.
+Every portion (see ``spec.streams``) goes as a whole copy in one step, beside forward and backward passes, and is there
+before the norm. From that step on its gradients follow: they are noted when they are reduced and go beside the update
+and the next step's passes, and the new owner makes the same update on its copy. One thread does all of this, one thing
+after the other.
 
 # P elements of one slot of a stream's layout; a flat copy has 3 P + 1 elements, fp32, on the CPU.
 """
@@ -131,14 +132,14 @@ class Streaming:
         return self._arrived >= self._portions
 
     def hand_over(self, step: int, gradients: torch.Tensor) -> None:
-        """Wait for the step's portions, and exchange the gradients of all that have come so far.
+        """Wait for the step's portions, and begin to exchange the gradients of all that have come so far.
 
         Args:
             step: Under way; all its gradients are reduced.
             gradients: (P,) fp32, of the own shard.
 
         Raises:
-            EpochChanged, PeerLost: Cut short.
+            EpochChanged, PeerLost: Cut short, now or since the step before.
         """
         began_s = time.monotonic()
         self._wait()
@@ -150,7 +151,9 @@ class Streaming:
         receives = [
             Part(copy.stream.owner, as_bytes(copy.gradients)) for copy in self._copies if copy.version is not None
         ]
-        self._transport.exchange(MIGRATION, GRADIENTS | step & 0xFFFF, sends, receives)
+        self._jobs.append(
+            self._thread.submit(self._transport.exchange, MIGRATION, GRADIENTS | step & 0xFFFF, sends, receives)
+        )
         self.gradient_bytes += sum(part.buffer.nbytes for part in sends)
         self.hand_over_s += time.monotonic() - began_s
 

@@ -32,7 +32,8 @@ class MigrationReport:
     gradient_bytes: int = 0
     """And gradients."""
     hand_over_s: float = 0.0
-    """How much longer the steps' exchange of gradients took for it, all of them together."""
+    """How much longer the steps' exchange of gradients took for it, all of them together: gradients were noted, and
+    copies waited for that took longer than forward and backward passes."""
     moved_bytes: int = 0
     """Sent at the switch."""
     blocked_s: float = 0.0

@@ -11,18 +11,31 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from megatron_elas.control.commands import Command, MakePlan, Tell, TellAgent
+from megatron_elas.control.commands import Command, ImprovePlan, MakePlan, Tell, TellAgent
 from megatron_elas.control.controller import step as control_step
-from megatron_elas.control.events import Event, PlanMade, PlanRefused, Tick, WorkerSilent
+from megatron_elas.control.events import (
+    ChangeAsked,
+    Event,
+    PlanImproved,
+    PlanKept,
+    PlanMade,
+    PlanRefused,
+    Tick,
+    WorkerSilent,
+)
 from megatron_elas.control.messages import (
+    Drained,
     Finished,
     KillWorker,
     LeaveOut,
+    Migrate,
+    Migrated,
     PeerUnreachable,
     Quiesce,
     Recover,
     Recovered,
     Settled,
+    Stop,
     WorkerExited,
     decode_from_client,
     decode_to_worker,
@@ -30,8 +43,10 @@ from megatron_elas.control.messages import (
 )
 from megatron_elas.control.service import make_plan
 from megatron_elas.control.states import Ended, Resuming, Running, Settling, State, Stopping
-from megatron_elas.spec.errors import ExitCode
+from megatron_elas.planner.plan import replan
+from megatron_elas.spec.errors import ElasticError, ExitCode
 from megatron_elas.spec.job import JobSpec
+from megatron_elas.spec.migration import MigrationReport
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import RecoveryReport
 from megatron_elas.spec.transaction import FOLLOWS, StepPhase, Update
@@ -105,6 +120,9 @@ class Table:
         return self._steps[number, key, now]
 
 
+Answer = PlanMade | PlanRefused | PlanImproved | PlanKept
+"""Of the planner."""
+
 Post = tuple[int, str, int, int]
 """Epoch, kind, number (step, version or activity) and worker of a contribution."""
 
@@ -121,7 +139,7 @@ class World:
     workers: tuple[Worker, ...]
     controller: int
     now: float
-    upstream: tuple[str | PlanMade | PlanRefused, ...] = ()
+    upstream: tuple[str | Answer, ...] = ()
     """Messages on their way to the controller, as text, and answers of the planner; in no order."""
     downstream: tuple[tuple[int, str], ...] = ()
     """Messages on their way, by worker; of one worker the oldest first."""
@@ -215,6 +233,15 @@ class World:
             found += [("repeat order", index, 0) for index in range(len(self.downstream))]
         return found
 
+    def changes(self) -> list[Action]:
+        """Changes of plan that somebody may ask for."""
+        state = self.state
+        if self.over or not isinstance(state, Running) or self.rules.job.migration == "off":
+            return []
+        if state.search is not None or state.migration is not None:
+            return []
+        return [("rebalance", 0, 0), *(("drain", worker, 0) for worker in seated_in(state.plan))]
+
     def after(self, action: Action) -> World:
         """The world in which it has happened; AssertionError when that is not allowed to be."""
         kind, first, second = action
@@ -240,6 +267,10 @@ class World:
                 world = self._step(WorkerSilent(worker=first, silent_s=11.0), key=action)
             case "deadline":
                 world = self._deadline()
+            case "rebalance":
+                world = self._step(ChangeAsked(request=1), key=action)
+            case "drain":
+                world = self._step(ChangeAsked(drained=self._cell_of(first), request=1), key=action)
             case "fail":
                 world = self._fail(self.workers[first])
             case "repeat":
@@ -252,9 +283,15 @@ class World:
                 raise ValueError(kind)
         return world._checked(self)
 
+    def _cell_of(self, worker: int) -> tuple[int, ...]:
+        state = self.state
+        assert isinstance(state, Running)
+        seat = state.plan.placement.seat(worker)
+        return state.plan.placement.stages[seat.stage][seat.cell].workers
+
     # ------------------------------------------------------------ faults
 
-    def _kill(self, me: int, *, mutely: bool = False) -> World:
+    def _kill(self, me: int, *, mutely: bool = False, status: int = -9) -> World:
         """It is gone, what it had sent is not, unless all that was on its way to the controller is lost as well."""
         victim = self.workers[me]
         upstream = self.upstream
@@ -275,7 +312,7 @@ class World:
             downstream=tuple(entry for entry in self.downstream if entry[0] != me),
             doomed=self.doomed - {me},
         )
-        return world._send(WorkerExited(worker=me, status=-9, at_s=0.0), late=True)
+        return world._send(WorkerExited(worker=me, status=status, at_s=0.0), late=True)
 
     def _break(self, me: int, peer: int) -> World:
         worker = self.workers[me]
@@ -309,7 +346,7 @@ class World:
             return self._tell(text)
         return changed(self, upstream=tuple(sorted((*self.upstream, text), key=repr)))
 
-    def _tell(self, message: str | PlanMade | PlanRefused) -> World:
+    def _tell(self, message: str | Answer) -> World:
         event = _read_upstream(message) if isinstance(message, str) else message
         return self._step(event, key=message)
 
@@ -330,16 +367,16 @@ class World:
                 case Tell(workers=workers, message=message):
                     if isinstance(message, Recover):
                         world = world._check_settlement(before, message)
-                    if isinstance(message, Quiesce | Recover):
+                    leaves = isinstance(message, Stop) and set(workers) <= world.state.roster.drained
+                    if isinstance(message, Quiesce | Recover | Migrate) or leaves:
                         text = encode(message)
                         orders = tuple((me, text) for me in workers if self.workers[me].alive)
                         world = changed(world, downstream=tuple(sorted((*world.downstream, *orders), key=_receiver)))
                 case TellAgent(message=KillWorker(worker=victim)):
                     if self.workers[victim].alive:
                         world = changed(world, doomed=world.doomed | {victim})
-                case MakePlan():
-                    answer = make_plan(command)
-                    answer = replace(answer, seconds=0.0) if isinstance(answer, PlanMade) else answer
+                case MakePlan() | ImprovePlan():
+                    answer = _ask_planner(command)
                     if self.rules.upstream_at_once:
                         world = world._tell(answer)
                     else:
@@ -353,11 +390,15 @@ class World:
         index = next(i for i, (to, _) in enumerate(self.downstream) if to == me)
         text, worker = self.downstream[index][1], self.workers[me]
         message = _read_downstream(text)
-        if isinstance(message, Quiesce):
+        downstream = self.downstream[:index] + self.downstream[index + 1 :]
+        if isinstance(message, Stop):
+            return changed(self, downstream=downstream)._kill(me, status=0)
+        if isinstance(message, Migrate):
+            worker = changed(worker, migrate=text)
+        elif isinstance(message, Quiesce):
             worker = changed(worker, quiesced=max(worker.quiesced, message.epoch))
         else:
             worker = changed(worker, order=text)
-        downstream = self.downstream[:index] + self.downstream[index + 1 :]
         return changed(self, downstream=downstream)._put(worker)
 
     # ------------------------------------------------------------ workers
@@ -388,7 +429,7 @@ class World:
             return None
         return _STRETCHES[place](self, worker)
 
-    def _go_on(self, worker: Worker) -> World:
+    def _go_on(self, worker: Worker) -> World | None:
         """Run steps until the activity's version is there, then end the activity."""
         program, activity = self.rules.program, worker.activity
         assert worker.live is not None
@@ -415,11 +456,17 @@ class World:
 
     def _report_recovery(self, worker: Worker) -> tuple[World, Worker]:
         worker = changed(worker, owes_report=False)
+        if worker.crossing:
+            worker, step = changed(worker, crossing=False), len(worker.live or ()) - 1
+            crossed = MigrationReport(worker=worker.me, epoch=worker.epoch, step=step)
+            return self._put(worker)._send(Migrated(report=crossed)), worker
         report = RecoveryReport(worker=worker.me, epoch=worker.epoch, resume_step=len(worker.live or ()))
         return self._put(worker)._send(Recovered(report=report)), worker
 
-    def _begin_step(self, worker: Worker) -> World:
+    def _begin_step(self, worker: Worker) -> World | None:
         assert worker.live is not None
+        if worker.due:
+            return self._cross(worker)
         step, store = len(worker.live), changed(worker.store, ready=None)
         copied = find_version(store.kept, step) is not None
         wards = wards_of(worker.plan, worker.me)
@@ -489,6 +536,8 @@ class World:
         if not self.have_posted("compute", step, worker.epoch, replicas_of(worker.plan, worker.me)):
             return None
         worker = _enter(worker, StepPhase.REDUCE)
+        if _known_target(worker) is not None:
+            self = self._post(worker, "ballot", step)
         if self.rules.mode is Mode.COPY:
             worker = changed(worker, place=Place.NORM)
             return self._post(worker, "norm", step)._put(worker)
@@ -517,6 +566,10 @@ class World:
         store = changed(worker.store, update=Update.of(step, norm=float(worker.epoch)))
         worker = _enter(_enter(worker, StepPhase.PREPARED), StepPhase.APPLY)
         assert worker.live is not None
+        if self.have_posted("ballot", step, worker.epoch, seated_in(worker.plan)):
+            target = _known_target(worker)
+            assert target is not None, f"worker {worker.me} agreed to what it does not know"
+            worker = changed(worker, due=target.plan.epoch)
         if self.rules.mode is Mode.COPY:
             worker = changed(worker, working=worker.live, live=None)
         else:
@@ -566,13 +619,47 @@ class World:
         assert len(worker.live) == self.rules.program.count(STEP), f"finished with {worker.live}"
         return world._send(Finished(worker=worker.me))
 
+    # ------------------------------------------------------------ going over to another plan
+
+    def _cross(self, worker: Worker) -> World | None:
+        """All have agreed: enter the epoch, and send what the new layout needs. The old one stays whole."""
+        if worker.receiving is not None:
+            return None
+        for ward in worker.following:
+            worker = _follow(worker, ward)
+        assert worker.live is not None and worker.migrate is not None
+        order = _read_downstream(worker.migrate)
+        assert isinstance(order, Migrate) and order.plan.epoch == worker.due
+        plan, base, version = order.plan, worker.epoch, len(worker.live)
+        store = worker.store
+        if find_version(store.kept, version) is None:
+            store = changed(store, kept=(*store.kept, worker.live)[-2:])
+        worker = changed(
+            worker.with_store(base, store), plan=plan, epoch=plan.epoch, resume=version, due=0, crossing=True
+        )
+        own = worker.live
+        assert own is not None
+        world = self._parcel(worker, "source", version, [(worker.me, own)])
+        if worker.me in seated_in(plan):
+            return world._put(changed(worker, place=Place.RESTORE))
+        worker = changed(
+            worker,
+            place=Place.SPARE,
+            idled=True,
+            live=None,
+            crossing=False,
+            stores=(*worker.stores, ((plan.epoch,), None)),
+            base_plans=(*worker.base_plans, plan),
+        )
+        return world._put(worker)._send(Drained(worker=worker.me))
+
     # ------------------------------------------------------------ recovery
 
     def _unwind(self, worker: Worker) -> World:
         """Wait for what is in flight, and report."""
         for ward in worker.following:
             worker = _follow(worker, ward)
-        worker = changed(worker, receiving=None, place=Place.SETTLED, settling=worker.quiesced)
+        worker = changed(worker, receiving=None, place=Place.SETTLED, settling=worker.quiesced, due=0, crossing=False)
         return self._put(worker)._send(Settled(report=settle_report(worker, self.rules.program)))
 
     def _adopt(self, worker: Worker, order: Recover) -> World:
@@ -839,14 +926,53 @@ def _read_upstream(text: str) -> Event:
 @cache
 def _sender(text: str) -> int:
     event = _read_upstream(text)
-    return event.report.worker if isinstance(event, Settled | Recovered) else event.worker  # type: ignore[union-attr]
+    reports = Settled | Recovered | Migrated
+    return event.report.worker if isinstance(event, reports) else event.worker  # type: ignore[union-attr]
 
 
 @cache
-def _read_downstream(text: str) -> Quiesce | Recover:
+def _read_downstream(text: str) -> Quiesce | Recover | Migrate | Stop:
     message = decode_to_worker(text)
-    assert isinstance(message, Quiesce | Recover)
+    assert isinstance(message, Quiesce | Recover | Migrate | Stop)
     return message
+
+
+def _known_target(worker: Worker) -> Migrate | None:
+    """The order to go over to another plan that the worker would follow."""
+    order = None if worker.migrate is None else _read_downstream(worker.migrate)
+    if not isinstance(order, Migrate) or order.plan.epoch <= max(worker.epoch, worker.quiesced):
+        return None
+    return order
+
+
+def _ask_planner(command: MakePlan | ImprovePlan) -> Answer:
+    """In no time."""
+    if isinstance(command, MakePlan):
+        made = make_plan(command)
+        return replace(made, seconds=0.0) if isinstance(made, PlanMade) else made
+    search, plan = command.search, command.plan
+    if not search.drained:
+        return PlanImproved(search=search, plan=_reshape(plan, search.epoch), seconds=0.0)
+    try:
+        left = replan(command.job, plan, search.drained, search.epoch, command.domains)
+    except ElasticError as error:
+        return PlanKept(search=search, sentence=str(error), failed=True)
+    return PlanImproved(search=search, plan=left, seconds=0.0)
+
+
+def _reshape(plan: ElasticPlan, epoch: int) -> ElasticPlan:
+    """The same seats with other shards where that can be: a layer goes back and forth, or copies go to others."""
+    layers = list(plan.layers)
+    if len(layers) > 1:
+        (first, cut), (_, end) = layers[:2]
+        cut = cut + 1 if cut - first <= end - cut - 1 else cut - 1
+        layers[:2] = [(first, cut), (cut, end)]
+    backups = []
+    for owner, backup in plan.backups:
+        seat = plan.placement.seat(owner)
+        others = [w for w in plan.placement.replicas(seat.stage, seat.lane) if w not in (owner, backup)]
+        backups.append((owner, others[0] if others and len(plan.backups_of(owner)) == 1 else backup))
+    return replace(plan, epoch=epoch, layers=tuple(layers), backups=tuple(backups))
 
 
 def begin(rules: Rules) -> World:

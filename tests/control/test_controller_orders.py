@@ -154,7 +154,7 @@ def test_guarantees_hold_in_any_order_of_any_messages(script: list[Event]) -> No
     check_guarantees(director)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(changes, max_size=40))
 def test_guarantees_hold_where_all_go_over_to_other_plans(script: list[Event]) -> None:
     director = moving_director()

@@ -17,10 +17,14 @@ from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from megatron_elas.control import recovering
-from megatron_elas.control.states import Resuming
+from megatron_elas.control import migrating, recovering
+from megatron_elas.control.commands import Tell
+from megatron_elas.control.ending import Step
+from megatron_elas.control.messages import Drained
+from megatron_elas.control.states import Outage, Resuming, Running
 from megatron_elas.planner import settle as settling
 from megatron_elas.spec.errors import ExitCode
+from megatron_elas.spec.events import ActivityFailed, WorkerLost
 from megatron_elas.spec.plan import ElasticPlan, Settlement
 from megatron_elas.spec.report import SettleReport
 from megatron_elas.spec.transaction import Update
@@ -40,23 +44,36 @@ def small(stages: int, rows: int, steps: int, mode: Mode, evaluate_after: Sequen
     )  # fmt: skip
 
 
-def search(rules: Rules, kills: int) -> Counter[str]:
-    """Visit every world that can be reached with so many kills. Gives how often each kind of end was found."""
-    start = begin(rules), kills
+def search(rules: Rules, kills: int, changes: int = 0) -> Counter[str]:
+    """Visit every world that can be reached with so many kills, and changes of plan that somebody asks for. Gives how
+    often each kind of end was found.
+    """
+    start = begin(rules), kills, changes
     seen, todo, ends = {start}, [start], Counter[str]()
     while todo:
-        world, left = todo.pop()
-        nexts = [(after, left) for _, after in world.goes_on()]
+        world, left, asks = todo.pop()
+        nexts = [(after, left, asks) for _, after in world.goes_on()]
         if not nexts:
             assert world.over, f"nothing goes on in state {world.state}:\n{describe(world.workers)}"
             ends[end_of(world)] += 1
-        elif left:
-            nexts += [(world.after(fault), left - 1) for fault in world.faults() if fault[0] == "kill"]
-        new = [pair for pair in nexts if pair not in seen]
+            ends["went over"] += not world.state.roster.lost and any(worker.epoch for worker in world.workers)
+            ends["drained"] += bool(world.state.roster.drained)
+        else:
+            if left:
+                nexts += [(world.after(fault), left - 1, asks) for fault in world.faults() if fault[0] == "kill"]
+            if asks:
+                nexts += [(world.after(change), left, asks - 1) for change in world.changes()]
+        new = [entry for entry in nexts if entry not in seen]
         seen.update(new)
         todo.extend(new)
     ends["worlds"] = len(seen)
     return ends
+
+
+def moving(stages: int, rows: int, steps: int, mode: Mode) -> Rules:
+    """For a complete search in which all go over to other plans: after every recovery, and when somebody asks."""
+    job = make_job(pipeline=stages, data=rows, layers=(2,) * stages, migration="async")
+    return Rules(job=job, program=program_of(steps), mode=mode, upstream_at_once=True)
 
 
 def end_of(world: World) -> str:
@@ -85,6 +102,25 @@ def test_three_replicas_in_every_interleaving_of_a_step() -> None:
     ends = search(small(1, 3, 1, Mode.REPLAY), kills=1)
     assert ends["finished"] and ends["state_invalid"] and not ends["gave_up"]
     assert ends["worlds"] > 5_000
+
+
+@both_modes
+def test_two_stages_that_go_over_to_another_plan_in_every_interleaving(mode: Mode) -> None:
+    ends = search(moving(2, 1, 2, mode), kills=0, changes=1)
+    assert ends["finished"] and ends["went over"] and ends["drained"]
+    assert not ends["state_invalid"] and not ends["gave_up"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(
+    ("stages", "rows", "steps", "mode"),
+    [(1, 2, 2, Mode.REPLAY), (1, 2, 2, Mode.COPY), (2, 1, 3, Mode.REPLAY), (2, 1, 3, Mode.COPY)],
+)
+def test_kills_on_the_way_to_another_plan_in_every_interleaving(stages: int, rows: int, steps: int, mode: Mode) -> None:
+    ends = search(moving(stages, rows, steps, mode), kills=1, changes=1)
+    assert ends["finished"] and ends["went over"] and ends["drained"]
+    print(f"{stages} stages x {rows} rows, {steps} steps, {mode}: {dict(ends)}")
 
 
 @pytest.mark.slow
@@ -185,12 +221,13 @@ def test_a_step_whose_norm_nobody_left_knows_is_run_again() -> None:
 
 
 class Walk(RuleBasedStateMachine):
-    """A job in which anything may go wrong, in any order, up to four times."""
+    """A job in which anything may go wrong, in any order, up to four times, and plans may change up to three times."""
 
     def __init__(self) -> None:
         super().__init__()
         self.world: World
         self.faults = 0
+        self.asked = 0
         self.log: list[Action] = []
 
     @initialize(
@@ -200,11 +237,19 @@ class Walk(RuleBasedStateMachine):
         replicas=st.integers(1, 2),
         mode=st.sampled_from(Mode),
         evaluate_after=st.sets(st.integers(0, 2), max_size=2),
+        moves=st.booleans(),
     )
-    def start(self, stages: int, rows: int, lanes: int, replicas: int, mode: Mode, evaluate_after: set[int]) -> None:
-        """A grid and a program of three steps."""
-        job = replace(make_job(pipeline=stages, data=rows, tensor=lanes), snapshot_replicas=replicas)
-        self.world = begin(Rules(job=job, program=program_of(3, evaluate_after), mode=mode, links_break=True))
+    def start(
+        self, stages: int, rows: int, lanes: int, replicas: int, mode: Mode, evaluate_after: set[int], moves: bool
+    ) -> None:
+        """A grid and a program of three steps, of four where plans change."""
+        layers, migration = ((2,) * stages, "async") if moves else ((), "off")
+        job = make_job(pipeline=stages, data=rows, tensor=lanes, layers=layers, migration=migration)
+        rules = Rules(
+            job=replace(job, snapshot_replicas=replicas), program=program_of(3 + moves, evaluate_after), mode=mode,
+            links_break=True,
+        )  # fmt: skip
+        self.world = begin(rules)
 
     def _go(self, choice: int) -> bool:
         picked = self.world.pick(choice)
@@ -235,6 +280,16 @@ class Walk(RuleBasedStateMachine):
             self.log.append(action)
             self.faults += not action[0].startswith("repeat")
             self.world = self.world.after(action)
+
+    @precondition(lambda self: self.asked < 3 and bool(self.world.changes()))
+    @rule(choice=st.integers(0, 199))
+    def ask(self, choice: int) -> None:
+        """Somebody wants another plan."""
+        changes = self.world.changes()
+        action = changes[choice % len(changes)]
+        self.log.append(action)
+        self.asked += 1
+        self.world = self.world.after(action)
 
     def teardown(self) -> None:
         """What is left goes its way, and the job ends."""
@@ -320,6 +375,55 @@ def test_the_search_notices(mistake: Callable[[pytest.MonkeyPatch], None], monke
     mistake(monkeypatch)
     with pytest.raises(AssertionError):
         search(small(1, 3, 1, Mode.REPLAY), kills=1)
+
+
+def forget_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a loss on the way the controller does not know of the layout that some may be in."""
+    real = recovering._extend_outage
+
+    def extend(state: recovering.Training, losses: Sequence[WorkerLost], failures: Sequence[ActivityFailed]) -> Outage:
+        return real(replace(state, migration=None) if isinstance(state, Running) else state, losses, failures)
+
+    monkeypatch.setattr(recovering, "_extend_outage", extend)
+
+
+def let_them_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is drained is let go when it has done its part, though nobody has finished a step without it."""
+
+    def drained(state: Running, event: Drained) -> Step:
+        roster = replace(state.roster, drained=state.roster.drained | {event.worker})
+        return replace(state, roster=roster), (Tell(workers=(event.worker,), message=migrating.FAREWELL),)
+
+    monkeypatch.setattr(migrating, "drained", drained)
+
+
+def go_over_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker goes over when it knows of the new plan, whether or not all others do."""
+    real = World._norm
+
+    def norm(world: World, worker: Worker) -> World | None:
+        ahead, target = real(world, worker), protocol_model._known_target(worker)
+        if ahead is None or target is None:
+            return ahead
+        return ahead._put(changed(ahead.workers[worker.me], due=target.plan.epoch))
+
+    monkeypatch.setitem(protocol_model._STRETCHES, Place.NORM, norm)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        let_them_leave_at_once,
+        pytest.param(forget_the_target, marks=pytest.mark.slow),
+        pytest.param(go_over_alone, marks=pytest.mark.slow),
+    ],
+)
+def test_the_search_notices_mistakes_on_the_way_to_another_plan(
+    mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError):
+        search(moving(1, 3, 2, Mode.REPLAY), kills=1, changes=1)
 
 
 def test_a_controller_that_forgets_what_it_settled_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,12 @@ class Worker:
     """The version that the recovery under way leads to."""
     order: str | None = None
     """The newest ``Recover``, as text."""
+    migrate: str | None = None
+    """The newest ``Migrate``, as text."""
+    due: int = 0
+    """The epoch that all go over to before the next step; 0: none was agreed on."""
+    crossing: bool = False
+    """What it reports with its next step is a migration."""
     cut: bool = False
     """A link broke: nothing can be exchanged until the next epoch."""
     counted: History = ()

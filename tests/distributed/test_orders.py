@@ -16,6 +16,7 @@ from tests.distributed.flag_sets import STEPS, FlagSet
 from tests.distributed.test_flags import assert_same_columns, assert_same_evaluations
 from tests.fault.runs import Run, assert_nothing_stale, assert_same_training, run_job
 from tests.fault.settings import BY_PROFILE
+from tests.fault.test_a_stage_is_lost import PP4, assert_same_model
 from tests.schedule.plan_orders import Kind
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(3 * TIMEOUT_S)]
@@ -49,10 +50,6 @@ CASES = (
     Case(name="2x2-late", kind="late", flags=flag_set("", "worker=1@step=2,phase=backward,microbatch=2")),
     Case(name="2x2-whole", kind="whole", flags=flag_set(LAZY, "worker=2@step=3,phase=reduce")),
     Case(
-        name="4x1-split", kind="split",
-        flags=flag_set("", "worker=2@step=2,phase=backward,microbatch=1", pipeline=4, data=1, per_row=6),
-    ),
-    Case(
         name="2x3-uneven", kind="split",
         flags=flag_set(
             f"{LAZY} --calculate-per-token-loss", "worker=0@step=2,phase=backward,microbatch=1",
@@ -74,6 +71,14 @@ def train(case: Case, folder: Path, documents: Path, orders: str, *faults: str) 
     )  # fmt: skip
 
 
+def assert_ran(run: Run, kind: Kind) -> None:
+    """All workers ended with orders of that kind."""
+    for record in run.records("final").values():
+        kinds = [word[0] for word in record["order"].split()]
+        assert kinds.count("F") == kinds.count("B") == len(record["items"])
+        assert kinds.count("W") == (0 if kind == "whole" else len(record["items"]))
+
+
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 def test_a_worker_is_lost_in_a_step_that_runs_an_order(case: Case, documents: Path, tmp_path: Path) -> None:
     faults = tuple(filter(None, (case.flags.first, case.flags.second)))
@@ -81,11 +86,23 @@ def test_a_worker_is_lost_in_a_step_that_runs_an_order(case: Case, documents: Pa
     run = train(case, tmp_path / "run", documents, case.kind, *faults)
     assert run.fired == list(faults), run.output[-6000:]
     assert {record["order"] for record in calm.records("final").values()} == {""}
-    for record in run.records("final").values():
-        kinds = [word[0] for word in record["order"].split()]
-        assert kinds.count("F") == kinds.count("B") == len(record["items"])
-        assert kinds.count("W") == (0 if case.kind == "whole" else len(record["items"]))
+    assert_ran(run, case.kind)
     assert_same_training(run, calm)
     assert_nothing_stale(run)
     assert_same_evaluations(run, calm, 1e-5)
     assert_same_columns(run, calm, 1e-5)
+
+
+def test_a_stage_is_lost_in_a_step_that_runs_an_order(tmp_path: Path) -> None:
+    fault = "kill:worker=2@step=5,phase=backward,microbatch=3"
+    calm, run = (
+        run_job(
+            tmp_path / orders, (PP4,), workers=4, faults=faults, timeout_s=TIMEOUT_S, launcher_flags=BY_PROFILE,
+            environ={"ELAS_TEST_ORDERS": orders},
+        )
+        for orders, faults in (("none", ()), ("split", (fault,)))
+    )  # fmt: skip
+    assert run.fired == [fault], run.output[-6000:]
+    assert_ran(run, "split")
+    assert_same_model(run, calm)
+    assert_nothing_stale(run)

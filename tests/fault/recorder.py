@@ -7,8 +7,8 @@ ELAS_TEST_TRACE it writes ``trace.W`` (traces.py) and walks nowhere. Before the 
 ELAS_TEST_KILL_SPARES the spares are killed: they run no step in which a scripted fault could strike.
 ELAS_TEST_SLEEPER names a worker that falls asleep (``sleeper.py``), ELAS_TEST_KILL_CONTROLLER moments at which the
 controller is killed (``controller_killer.py``), ELAS_TEST_SPOIL a fault to plant in a recovery's state
-(``verification_plants.py``), ELAS_TEST_ORDERS gives every plan orders (``forced_orders.py``), and
-ELAS_TEST_SLOW_MOVES holds optimizer state up (``slow_moves.py``).
+(``verification_plants.py``), ELAS_TEST_ORDERS gives every plan orders (``forced_orders.py``), ELAS_TEST_SLOW_MOVES
+holds optimizer state up (``slow_moves.py``), and ELAS_TEST_ASK asks for other plans (``asker.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron_elas import pretrain_gpt
 from tests.fault import (
+    asker,
     controller_killer,
     forced_orders,
     planting,
@@ -30,6 +31,7 @@ from tests.fault import (
     slow_moves,
     update_killer,
     verification_plants,
+    weights_killer,
 )
 from tests.fault.footprint import ancestors, count_objects, count_tensor_bytes, take_lasting_footprint
 from tests.fault.stale import Scene, find_stale
@@ -59,6 +61,7 @@ def main() -> int:
         return tracers[0]
 
     update_killer.install(Path(os.environ["ELAS_TEST_OUT"]))
+    weights_killer.install(Path(os.environ["ELAS_TEST_OUT"]))
     kill_step = int(os.environ.get("ELAS_TEST_KILL_SPARES", "-1"))
 
     def record_version(host: Any, step: int, data_iterator: Any) -> None:
@@ -69,6 +72,7 @@ def main() -> int:
         sleeper.fall_asleep(attachment().worker, step)
         controller_killer.step_begins(attachment().worker, step)
         slow_moves.step_begins(attachment())
+        asker.step_begins(attachment(), step)
         begin_step(host, step, data_iterator)
 
     def record_arrival(executor: Any) -> Any:

@@ -25,11 +25,11 @@ def install() -> None:
 
     real = restoring.apply_moves
 
-    def apply_moves(moves: Sequence[Any], me: int, sources: Any, target: Any, transport: Any) -> int:
+    def apply_moves(moves: Sequence[Any], me: int, sources: Any, target: Any, transport: Any, *more: Any) -> Any:
         if transport.epoch == 1:
             (_folder() / f"moves.{me}").touch()
             _wait_until(lambda: transport.cancelled, f"the end of the epoch on worker {me}, whose moves wait")
-        return real(moves, me, sources, target, transport)
+        return real(moves, me, sources, target, transport, *more)
 
     restoring.apply_moves = apply_moves
 

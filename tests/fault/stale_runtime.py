@@ -222,7 +222,7 @@ def threads(scene: Scene) -> Iterator[Finding]:
     """Threads of groups are those of living groups; all others of ours are there once."""
     expected = {f"elastic-group-{group.group_name}" for group in scene.groups}
     expected |= {f"elastic-{what}-{scene.worker}" for what in ("accept", "posts")}
-    expected |= {"elas-replicator", "elas-follower_0", "elas-link", "elas-heartbeat"}
+    expected |= {"elas-replicator", "elas-follower_0", "elas-migrating_0", "elas-link", "elas-heartbeat"}
     seen: set[str] = set()
     for thread in threading.enumerate():
         if not thread.name.startswith(("elastic-", "elas-")):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from tests.fault.campaign import STEPS, Job, Role, Target, all_targets, pack
 from tests.fault.runs import Run
 from tests.fault.scenarios import KINDS, Scenario, judge_scenario, run_scenario
 from tests.fault.settings import Outlook, Setting
-from tests.fault.warm_launcher import WarmLauncher, running_warm_launcher
+from tests.fault.warm_launcher import WarmLauncher
 
 SETTINGS = (Setting(pipeline=2, data=2), Setting(tensor=2, pipeline=2, data=2))
 PHASES = tuple(phase for phase in FaultPhase if phase not in MIGRATION_PHASES)
@@ -49,13 +49,6 @@ def named(make: Callable[[Setting], list[Job]], *marks: pytest.MarkDecorator) ->
         for setting in SETTINGS
         for job in make(setting)
     ]
-
-
-@pytest.fixture(scope="module")
-def warm() -> Iterator[WarmLauncher]:
-    """Launches the jobs."""
-    with running_warm_launcher() as launcher:
-        yield launcher
 
 
 @pytest.fixture(scope="module")

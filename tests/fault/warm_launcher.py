@@ -189,7 +189,8 @@ def _become_starter(elasruns: socket.socket, own: socket.socket) -> NoReturn:
     os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(json.loads(environ))
-    sys.argv = ["starter", *map(str, fds), str(os.getppid())]
+    # All is imported; but what is there now is frozen, as in every starter, and is no worker's.
+    sys.argv = ["starter", *map(str, fds), str(os.getppid()), "gc:collect"]
     starter_process.main()
 
 
