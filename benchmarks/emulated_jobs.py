@@ -1,4 +1,4 @@
-"""Training jobs on emulated accelerators that lose workers: how they are started, and what they measured of their steps.
+"""Training jobs on emulated accelerators that lose workers: how they are started, and what they measured of steps.
 
 The processes train a tiny model of as many layers as the one whose time they take; each layer takes that one's time.
 """
@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ class Case:
         """For ``megatron_elas.pretrain_gpt``. The tiny model is as small as it can be: its real work must not show."""
         return [
             f"@{REPO / 'configs/llama/tiny.args'}", "--mock-data", "--tokenizer-type", "NullTokenizer",
-            "--vocab-size", "512", "--num-layers", str(self.layers), "--hidden-size", str(self.hidden), "--ffn-hidden-size", str(2 * self.hidden),
+            "--vocab-size", "512", "--num-layers", str(self.layers), "--hidden-size", str(self.hidden),
+            "--ffn-hidden-size", str(2 * self.hidden),
             "--num-attention-heads", "1", "--num-query-groups", "1", "--position-embedding-type", "none",
             "--seq-length", "8", "--max-position-embeddings", "8",
             "--pipeline-model-parallel-size", str(self.grid.stages), "--micro-batch-size", str(self.size),
@@ -212,14 +214,16 @@ class Course:
             SystemExit: There are none: more steps are needed.
         """
         bounds = [0, *losses, sys.maxsize]
-        return [self._stretch(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
+        return [self._stretch(first, last) for first, last in pairwise(bounds)]
 
     def _stretch(self, first: int, last: int) -> Stretch:
         inside = [step for step in self.steps if first <= step.step < last]
         epoch = max((step.epoch for step in inside), default=-1)
         steady = tuple(step for step in inside if step.epoch == epoch and step.is_steady)
         if not steady:
-            sys.exit(f"no steady step from step {first} on, in the last epoch ({epoch}): the job needs more steps there")
+            sys.exit(
+                f"no steady step from step {first} on, in the last epoch ({epoch}): the job needs more steps there"
+            )
         return Stretch(epoch=epoch, steps=steady)
 
 
@@ -262,7 +266,7 @@ def read_course(run: Run) -> Course:
 
 
 def gather_steps(reports: Sequence[StepReport]) -> Iterator[Step]:
-    """Of the workers' reports, in the order in which steps ended. Reports without an end or a prediction are left out."""
+    """Of the workers' reports, in the order in which steps ended; those without an end or a prediction are left out."""
     told: dict[tuple[int, int], list[StepReport]] = defaultdict(list)
     for report in reports:
         if report.ended_s is not None and report.predicted_s is not None:

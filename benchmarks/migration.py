@@ -4,17 +4,19 @@
     make bench-migration ARGS="--layers 1 2 --turns 3"
 
 Real training jobs on emulated accelerators (docs/emulation.md): state goes over emulated links; all else that a switch
-does takes the time of this machine's processors. ``elasrun --rebalance`` has the second stage give its last layers to
-the third. The modes take turns in one run:
+does takes the time of this machine's processors, which eight workers share: with ``--speed 0.25`` links take as much
+longer as the rest does where two cores do the work of eight. ``elasrun --rebalance`` has the second stage give its
+last layers to the third. The modes take turns in one run:
 
 * ``async``: ``--elastic-migration async``: state goes beside steps;
 * ``blocking``: ``--elastic-migration blocking``: it goes at the switch;
 * ``stop-and-copy``: at the switch all shards of all workers come anew from their backups (stop_and_copy_worker.py).
 
 Blocked time is that from the end of the last step under the old plan to the begin of the first one under the new, of
-the worker where it is longest, what that step then waits for state to be compared, and with ``async`` how much longer
-the steps before took to hand gradients over. Beside it ``longer`` is what the steps around the switch took more than those long before and after it, by the wall clock: it has
-everything in it, and the machine's noise. Lines ``RESULT name=value unit``, medians of the turns:
+the worker where it is longest; what that step then waits for state to be compared; and with ``async`` how much longer
+the steps before took to hand gradients over. Beside it ``longer`` is what the steps around the switch took more than
+those before and after it, by the wall clock: it has everything in it, and the machine's noise. Lines
+``RESULT name=value unit``, medians of the turns:
 
     migration_blocking_async_vs_blocking@LAYERS   blocked time, async / blocking
     migration_blocking_async_vs_stopcopy@LAYERS   async / stop-and-copy
@@ -28,7 +30,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 2, 3, 4], help="that move (default: 1 2 3 4)")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="default: all")
+    parser.add_argument("--speed", type=float, default=1.0, help="of the emulation (default: 1)")
     parser.add_argument("--turns", type=int, default=3, help="jobs of each mode (default: 3)")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the jobs' logs there")
     options = parser.parse_args()
@@ -75,17 +78,18 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
     with claimed_processors() as priority, tempfile.TemporaryDirectory(prefix="elas-bench-") as temporary:
         print(f"{describe_machine()}; {priority}")
-        print(f"{CASE.grid}, {CASE.model} on {CASE.hardware}", flush=True)
+        case = replace(CASE, speed=options.speed)
+        print(f"{case.grid}, {case.model} on {case.hardware}, {case.speed:g} times as fast", flush=True)
         for count in options.layers:
-            measure_layers(count, options, (options.logs or Path(temporary)) / str(count))
+            measure_layers(case, count, options, (options.logs or Path(temporary)) / str(count))
 
 
-def measure_layers(count: int, options: argparse.Namespace, folder: Path) -> None:
+def measure_layers(case: Case, count: int, options: argparse.Namespace, folder: Path) -> None:
     """All modes with so many layers."""
     found: dict[str, list[Migrated]] = {mode: [] for mode in options.modes}
     for turn in range(options.turns):
         for mode in options.modes if turn % 2 else reversed(options.modes):
-            found[mode].append(migrate(mode, count, folder / f"{mode}-{turn}"))
+            found[mode].append(migrate(case, mode, count, folder / f"{mode}-{turn}"))
     columns = ("blocked, ms", *MIGRATION_PHASES, "verify", "hand over", "longer, ms", "steps beside", "MB moved")
     rows = {mode: describe(turns) for mode, turns in found.items()}
     print_table(f"{count} layers, each turn's sum, and medians of its parts in ms", columns, rows)
@@ -109,14 +113,14 @@ def describe(turns: Sequence[Migrated]) -> list[str]:
     ]
 
 
-def migrate(mode: str, count: int, folder: Path) -> Migrated:
+def migrate(case: Case, mode: str, count: int, folder: Path) -> Migrated:
     """A job in which so many layers move."""
-    each = CASE.layers // CASE.grid.stages
-    layers = f"{ASKED}:{each},{each - count},{each + count}" + f",{each}" * (CASE.grid.stages - 3)
+    each = case.layers // case.grid.stages
+    layers = f"{ASKED}:{each},{each - count},{each + count}" + f",{each}" * (case.grid.stages - 3)
     steps = ASKED + count + 8
     run = run_elastic(
-        CASE.grid.workers,
-        [*CASE.flags(steps), f"--elastic-migration={'async' if mode == 'async' else 'blocking'}"],
+        case.grid.workers,
+        [*case.flags(steps), f"--elastic-migration={'async' if mode == 'async' else 'blocking'}"],
         folder,
         script=WORKER if mode == "stop-and-copy" else None,
         preload=True,

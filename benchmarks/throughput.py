@@ -31,7 +31,7 @@ import argparse
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,6 +72,8 @@ class Measured:
     """From each loss to the end of the step that it struck."""
     struck_after_s: float
     """From the begin of a step to the first loss in it."""
+    migrations: int
+    """In which layers moved beside steps."""
 
     def samples_per_s(self, case: Case, loss: int) -> float:
         """After so many losses."""
@@ -112,8 +114,8 @@ def main() -> None:
 def measure_case(case: Case, folder: Path, options: argparse.Namespace) -> list[float]:
     """All policies on one grid; gives the errors of their predictions."""
     print(
-        f"\n{case.grid}: {case.model} on {case.hardware}, {case.speed:g} times as fast, {case.row_batches} micro-batches "
-        f"of {case.size} in a row; workers {', '.join(map(str, victims(case.grid)))} are lost",
+        f"\n{case.grid}: {case.model} on {case.hardware}, {case.speed:g} times as fast, {case.row_batches} "
+        f"micro-batches of {case.size} in a row; workers {', '.join(map(str, victims(case.grid)))} are lost",
         flush=True,
     )
     found = {policy: measure_policy(case, policy, folder, options) for policy in options.policies}
@@ -126,9 +128,7 @@ def measure_case(case: Case, folder: Path, options: argparse.Namespace) -> list[
         series = [series_of(case, policy, one.course) for policy, one in found.items()]
         series += [real.series] if real else []
         (options.plot / f"{case.grid}.svg").write_text(plot_rates(title, series).svg())
-    return [
-        abs(stretch.step_s / stretch.predicted_s - 1) for one in found.values() for stretch in one.stretches
-    ]
+    return [abs(stretch.step_s / stretch.predicted_s - 1) for one in found.values() for stretch in one.stretches]
 
 
 def victims(grid: Grid) -> tuple[int, int]:
@@ -145,7 +145,9 @@ def measure_policy(case: Case, policy: str, folder: Path, options: argparse.Name
         for worker, step in zip(victims(case.grid), losses, strict=False)
     ]
     for number in range(1, options.tries + 1):
-        course = run_losses(case, folder / f"{policy}-{number}", losses[-1] + apart, faults, launcher=launcher_flags(policy))
+        course = run_losses(
+            case, folder / f"{policy}-{number}", losses[-1] + apart, faults, launcher=launcher_flags(policy)
+        )
         measured = measure_course(course, losses)
         print(f"{policy}, try {number}: {describe(measured)}", flush=True)
         if not course.slow:
@@ -175,6 +177,7 @@ def measure_course(course: Course, losses: Sequence[int]) -> Measured:
         stretches=tuple(course.stretches(losses)),
         recovery_s=tuple(recovery["total"] / 1e3 for recovery in recoveries),
         struck_after_s=max(0.0, noticed_s - began_s),
+        migrations=len(course.of_kind("migration")),
     )
 
 
@@ -185,10 +188,13 @@ def describe(measured: Measured) -> str:
         for stretch in measured.stretches
     ]
     slow = measured.course.slow
+    parts.append(f"{measured.migrations} migrations")
     return f"{'; '.join(parts)}; {f'{len(slow)} workers were too slow' if slow else 'no worker was too slow'}"
 
 
-def measure_real(case: Case, found: Mapping[str, Measured], folder: Path, options: argparse.Namespace) -> TorchftRun | None:
+def measure_real(
+    case: Case, found: Mapping[str, Measured], folder: Path, options: argparse.Namespace
+) -> TorchftRun | None:
     """The real torchft, with losses where ours had them."""
     try:
         python = prepare_torchft()
@@ -199,9 +205,7 @@ def measure_real(case: Case, found: Mapping[str, Measured], folder: Path, option
     losses = (options.first_loss, options.first_loss + apart)[: case.grid.rows - 1]
     struck_after_s = next(iter(found.values())).struck_after_s
     try:
-        return measure_torchft(
-            case, folder / "real-torchft", python, losses, struck_after_s, apart
-        )
+        return measure_torchft(case, folder / "real-torchft", python, losses, struck_after_s, apart)
     except JobFailed as error:
         print(f"the real torchft did not go on: {error}", flush=True)
         return None
@@ -209,7 +213,16 @@ def measure_real(case: Case, found: Mapping[str, Measured], folder: Path, option
 
 def print_throughput(case: Case, found: Mapping[str, Measured], real: TorchftRun | None) -> None:
     """A line for each system and number of losses."""
-    columns = ("samples/s", "relative", "share", "step, s", "predicted, s", "measured / predicted", "recovery, s", "beyond a step, s")
+    columns = (
+        "samples/s",
+        "relative",
+        "share",
+        "step, s",
+        "predicted, s",
+        "measured / predicted",
+        "recovery, s",
+        "beyond a step, s",
+    )
     rows = {}
     for loss in range(3):
         left = 1 - loss / case.grid.workers

@@ -1,9 +1,10 @@
 """The real torchft on the replicas of an emulated job: steps take the time of their pipeline, losses are real.
 
 Each replica is one process, whatever its pipeline's stages: it sleeps for as long as its micro-batches take in a 1F1B
-pipeline of the emulated devices, then calls torchft's all-reduce over gloo on a small network, sleeps for the gradients'
-exchange and the optimizer, and lets torchft commit. A replica that loses one of its workers cannot go on, so a loss is
-the end of the replica's process. As torchft does, the batch shrinks by the micro-batches of the replica that is gone.
+pipeline of the emulated devices, then calls torchft's all-reduce over gloo on a small network, sleeps for the exchange
+of gradients and the optimizer, and lets torchft commit. A replica that loses one of its workers cannot go on, so a loss
+is the end of the replica's process. As torchft does, the batch shrinks by the micro-batches of the replica that is
+gone.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,9 @@ def measure_torchft(
         for replica, (before, count) in enumerate(zip((0, *losses), losses, strict=False)):
             wait_for_steps(folder, rows - replica, count - before, limit_s * (count - before), is_alive)
             time.sleep(struck_after_s)
-            (pid,) = [told["pid"] for told in read_diaries(folder) if told["event"] == "start" and told["replica"] == replica]
+            (pid,) = [
+                told["pid"] for told in read_diaries(folder) if told["event"] == "start" and told["replica"] == replica
+            ]
             struck_s.append(time.time())
             os.kill(pid, signal.SIGKILL)
         wait_for_steps(folder, rows - len(losses), steps, limit_s * steps, is_alive)
@@ -109,7 +113,7 @@ def read_run(case: Case, told: Sequence[dict[str, Any]], struck_s: Sequence[floa
             if one["replica"] == rows - 1 and one["replicas"] == rows - lost and one["at_s"] < until_s
         ]
         ends = [one["at_s"] for one in inside]
-        times.append(statistics.median(end - begin for begin, end in zip(ends, ends[1:], strict=False)))
+        times.append(statistics.median(end - begin for begin, end in pairwise(ends)))
         rates.append((rows - lost) * share / times[-1])
     for lost, at_s in enumerate(struck_s, 1):
         firsts = [
