@@ -1,8 +1,8 @@
 """Traced steps in the trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A process is a stage, a thread is a cell. Under each step, a complete event, are those of its passes. Losses are
-instants, and recoveries events of a process of their own. Times are microseconds from the begin of the first traced
-step.
+A process is a stage, a thread is a cell. Under each step, a complete event, are those of its passes. Losses, and the
+news that all have gone over to another plan, are instants; recoveries are events of a process of their own. Times are
+microseconds from the begin of the first traced step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _name(kind: str, pid: int, tid: int, name: str) -> TraceEvent:
 
 
 def _job_events(log: JobLog, zero_s: float) -> Iterator[TraceEvent]:
-    """Losses and recoveries. One from before the first traced step is left out: it would stretch the picture."""
+    """Losses, recoveries, migrations. One from before the first traced step is left out: it would stretch the view."""
     job = _job_process(log)
     for event in log.events:
         at_us = _microseconds(float(event.get("time_s", 0.0)) - zero_s)
@@ -59,6 +59,11 @@ def _job_events(log: JobLog, zero_s: float) -> Iterator[TraceEvent]:
         if event["event"] == "loss":
             yield {
                 "ph": "i", "s": "g", "name": f"lost: {describe_loss(event)}", "cat": "loss", "ts": at_us,
+                "pid": job, "tid": 0,
+            }  # fmt: skip
+        elif event["event"] == "migration":
+            yield {
+                "ph": "i", "s": "g", "name": f"migrated, epoch {event['epoch']}", "cat": "migration", "ts": at_us,
                 "pid": job, "tid": 0,
             }  # fmt: skip
         elif event["event"] == "recovery" and "total" in event:

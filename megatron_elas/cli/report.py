@@ -71,6 +71,8 @@ def describe(log: JobLog) -> str:
         parts.append("steps by epoch: time from begin to end, busy and waiting shares per stage\n" + _epochs(epochs))
     if recoveries:
         parts.append("recoveries, in ms\n" + _recoveries(log))
+    if log.migrations:
+        parts.append("migrations: the time for which steps stood still, in ms\n" + _migrations(log))
     return "\n\n".join(parts)
 
 
@@ -148,12 +150,28 @@ def _recoveries(log: JobLog) -> str:
     return format_table(["epoch", "from step", *names, "lost"], rows)
 
 
+def _migrations(log: JobLog) -> str:
+    names = list(dict.fromkeys(name for migration in log.migrations for name in migration.phases_ms))
+    rows = [
+        [
+            str(migration.epoch),
+            str(migration.resume_step),
+            *(f"{migration.phases_ms[name]:.1f}" if name in migration.phases_ms else "" for name in names),
+            f"{migration.streamed_mb:.1f} MB in {format_count(migration.streamed_steps, 'step')}",
+            migration.what,
+        ]
+        for migration in log.migrations
+    ]
+    return format_table(["epoch", "from step", *names, "beside", "what"], rows)
+
+
 def _facts(log: JobLog) -> dict[str, Any]:
     return {
         "folder": str(log.folder),
         "epochs": [{**as_table(epoch), "ratio": epoch.ratio} for epoch in log.epochs],
         "traced_steps": sorted({(trace.epoch, trace.step) for trace in log.traces}),
         "recoveries": [as_table(recovery) for recovery in log.recoveries],
+        "migrations": [as_table(migration) for migration in log.migrations],
         "unrecovered": log.unrecovered,
         "controller_restarts": log.controller_restarts,
         "exit_code": None if log.end is None else log.end.get("exit_code"),

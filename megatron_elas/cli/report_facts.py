@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_elas.control.migration_block import describe_layers, describe_workers
 from megatron_elas.control.step_log import STEPS_FILE
 from megatron_elas.control.trace_log import TRACES_FILE
 from megatron_elas.spec.errors import BadUsage
+from megatron_elas.spec.migration import MIGRATION_PHASES
 from megatron_elas.spec.report import PHASES
 from megatron_elas.spec.step_report import StepReport, read_step_reports
 from megatron_elas.spec.step_trace import StepTrace, read_step_traces
@@ -90,6 +92,23 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Migration:
+    """One planned change: layers moved, or workers were drained, while everybody lived."""
+
+    epoch: int
+    """That it began."""
+    what: str
+    """For people: ``layers 2-3 from stage 1 to 0; worker 5 drained``."""
+    resume_step: int
+    """Before which all went over."""
+    streamed_steps: int
+    streamed_mb: float
+    """State and gradients that went beside these steps, of all workers."""
+    phases_ms: dict[str, float]
+    """Of the slowest worker while it stood still, by name, MIGRATION_PHASES in their order, then ``total``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobLog:
     """The newest run in a log folder."""
 
@@ -129,6 +148,11 @@ class JobLog:
     def recoveries(self) -> tuple[Recovery, ...]:
         """In the order they were logged."""
         return tuple(_recovery(event) for event in self.events if event["event"] == "recovery")
+
+    @property
+    def migrations(self) -> tuple[Migration, ...]:
+        """In the order they were logged."""
+        return tuple(_migration(event) for event in self.events if event["event"] == "migration")
 
     @property
     def unrecovered(self) -> tuple[str, ...]:
@@ -272,4 +296,20 @@ def _recovery(event: Event) -> Recovery:
         ),
         resume_step=int(event["resume_step"]),
         phases_ms={name: float(event[name]) for name in (*PHASES, "total") if name in event},
+    )
+
+
+def _migration(event: Event) -> Migration:
+    parts = []
+    for move in event["moved"]:
+        parts.append(f"{describe_layers(*move['layers'])} from stage {move['from']} to {move['to']}")
+    if event["drained"]:
+        parts.append(f"{describe_workers(event['drained'])} drained")
+    return Migration(
+        epoch=int(event["epoch"]),
+        what="; ".join(parts) or "other items or cells",
+        resume_step=int(event["resume_step"]),
+        streamed_steps=int(event["streamed_steps"]),
+        streamed_mb=(float(event["streamed_bytes"]) + float(event["gradient_bytes"])) / 1e6,
+        phases_ms={name: float(event[name]) for name in (*MIGRATION_PHASES, "total") if name in event},
     )

@@ -14,7 +14,8 @@ from megatron_elas.simulator.picture import Box, Line, Picture, Text
 WIDTH, HEIGHT = 1100, 380
 LEFT, RIGHT, TOP, BOTTOM = 80, 24, 56, 44
 """Margins in pixels."""
-MEASURED, FIRST, PREDICTED, RECOVERY, RESTART, GRID = "#0072b2", "#a6cbe3", "#d55e00", "#444444", "#cc79a7", "#dddddd"
+MEASURED, FIRST, PREDICTED, GRID = "#0072b2", "#a6cbe3", "#d55e00", "#dddddd"
+RECOVERY, MIGRATION, RESTART = "#444444", "#009e73", "#cc79a7"
 DOT = 4
 """Pixels."""
 HEADROOM = 2.0
@@ -49,13 +50,15 @@ svg {{ max-width: 100%; height: auto }}
 
 
 def plot_steps(log: JobLog) -> Picture:
-    """Measured time of every step, what was predicted for its epoch, and where the job recovered.
+    """Measured time of every step, what was predicted for its epoch, and where the job recovered or migrated.
 
     Args:
         log: With one step at least.
     """
     epochs, points = log.epochs, log.points
-    scale = _Scale(epochs, points, [recovery.resume_step for recovery in log.recoveries])
+    resumed = [recovery.resume_step for recovery in log.recoveries]
+    resumed += [migration.resume_step for migration in log.migrations]
+    scale = _Scale(epochs, points, resumed)
     picture = Picture(WIDTH, HEIGHT)
     _draw_frame(picture, scale)
     for recovery in log.recoveries:
@@ -65,6 +68,13 @@ def plot_steps(log: JobLog) -> Picture:
         about = f"epoch {recovery.epoch} from step {recovery.resume_step}{length}: lost {'; '.join(recovery.lost)}"
         picture.add(Line(points=[(x, TOP), (x, HEIGHT - BOTTOM)], colour=RECOVERY, width=1.5, about=about))
         picture.add(Text(x=x + 4, y=TOP - 4, text=f"epoch {recovery.epoch}", size=11, colour=RECOVERY))
+    for migration in log.migrations:
+        x = scale.x(migration.resume_step)
+        total = migration.phases_ms.get("total")
+        length = "" if total is None else f", stood still for {total:.1f} ms"
+        about = f"epoch {migration.epoch} from step {migration.resume_step}{length}: {migration.what}"
+        picture.add(Line(points=[(x, TOP), (x, HEIGHT - BOTTOM)], colour=MIGRATION, width=1.5, about=about))
+        picture.add(Text(x=x + 4, y=TOP - 4, text=f"epoch {migration.epoch}", size=11, colour=MIGRATION))
     for step in log.controller_restarts:
         x = scale.x(step + 0.5)
         picture.add(Line(points=[(x, TOP), (x, HEIGHT - BOTTOM)], colour=RESTART, about="the controller was restarted"))
@@ -109,8 +119,9 @@ class _Scale:
 def _draw_frame(picture: Picture, scale: _Scale) -> None:
     picture.add(Text(x=LEFT, y=20, text="Time of a step", size=14))
     legend = (("measured", MEASURED), ("first step under a plan", FIRST), ("predicted", PREDICTED))
-    for place, (name, colour) in enumerate((*legend, ("recovery", RECOVERY), ("controller restarted", RESTART))):
-        x = LEFT + 160 + 175 * place
+    events = (("recovery", RECOVERY), ("migration", MIGRATION), ("controller restarted", RESTART))
+    for place, (name, colour) in enumerate((*legend, *events)):
+        x = LEFT + 150 + 146 * place
         picture.add(Box(x=x, y=11, width=10, height=10, colour=colour), Text(x=x + 15, y=20, text=name))
     for tick in range(5):
         seconds = scale.top_s * tick / 4

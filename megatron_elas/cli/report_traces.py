@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_elas.cli.report_facts import JobLog, Recovery
+from megatron_elas.cli.report_facts import JobLog, Migration, Recovery
+from megatron_elas.control.migration_block import describe_workers
 from megatron_elas.spec.step_trace import StepTrace
 
 MOST_STEPS = 12
@@ -88,7 +89,7 @@ def _show(log: JobLog, epochs: Sequence[int], place: int) -> ShownStep:
     return ShownStep(
         epoch=epoch,
         step=step,
-        why=_describe_reason(place, recovery),
+        why=_describe_reason(place, recovery, next((m for m in log.migrations if m.epoch == epoch), None)),
         cells=tuple(cells),
         gone=() if recovery is None or place == 0 else recovery.lost,
         began_s=min(trace.began_s for trace in same),
@@ -112,10 +113,12 @@ def _choose_after(traces: Sequence[StepTrace]) -> int:
     return min((trace.first, trace.step) for trace in traces)[1]
 
 
-def _describe_reason(place: int, recovery: Recovery | None) -> str:
+def _describe_reason(place: int, recovery: Recovery | None, migration: Migration | None) -> str:
     if place == 0:
         return "before"
+    if migration is not None:
+        return f"after the migration of {migration.what}"
     if recovery is None:
         return "after a planned change"
-    workers = ", ".join(str(worker) for _, _, worker in recovery.seats) or "a spare"
-    return f"after the loss of {'workers' if len(recovery.seats) > 1 else 'worker'} {workers}"
+    workers = [worker for _, _, worker in recovery.seats]
+    return f"after the loss of {describe_workers(workers) if workers else 'a spare'}"

@@ -16,6 +16,7 @@ from megatron_elas.cli.report_facts import read_job_log
 from megatron_elas.cli.report_gantt import LEFT, WIDTH, draw_step
 from megatron_elas.cli.report_traces import MOST_STEPS, ShownStep, shown_steps
 from megatron_elas.schedule.chart import RIGHT
+from megatron_elas.spec.migration import MIGRATION_PHASES
 from megatron_elas.spec.step_trace import Span, StepTrace
 from megatron_elas.spec.tables import as_table
 from tests.cli.test_report import END, LOSS, RECOVERY, call, write_log
@@ -23,6 +24,12 @@ from tests.cli.test_report import END, LOSS, RECOVERY, call, write_log
 BEGAN_S = 100.0
 SVG = "{http://www.w3.org/2000/svg}"
 RECOVERED = {**RECOVERY, "before": "x", "after": "y"}
+MOVED = "layer 3 from stage 1 to 0; worker 2 drained"
+MIGRATED = {
+    "event": "migration", "time_s": 110.0, "epoch": 2, "resume_step": 10, "before": "y", "after": "z",
+    "moved": [{"layers": [3, 4], "from": 1, "to": 0}], "drained": [2], "streamed_steps": 2, "streamed_bytes": 3e6,
+    "gradient_bytes": 1e6, **{name: 1.0 for name in MIGRATION_PHASES}, "total": 5.0,
+}  # fmt: skip
 
 
 def make_trace(worker: int, epoch: int, step: int, step_s: float = 0.5, *, first: bool = False) -> StepTrace:
@@ -58,7 +65,8 @@ def traces() -> Iterator[StepTrace]:
 
 
 def write_traces(folder: Path, written: list[StepTrace] | None = None, **log: Any) -> Path:
-    write_log(folder, events=[{"event": "loss", "time_s": 104.0, "epoch": 0, **LOSS}, RECOVERED, END], **log)
+    loss = {"event": "loss", "time_s": 104.0, "epoch": 0, **LOSS}
+    write_log(folder, events=[loss, RECOVERED, MIGRATED, END], **log)
     with (folder / "traces.jsonl").open("a") as file:
         file.writelines(
             json.dumps(as_table(trace)) + "\n" for trace in (list(traces()) if written is None else written)
@@ -71,7 +79,7 @@ def test_shown_are_the_last_step_before_the_first_event_and_the_first_one_undist
 ) -> None:
     before, after, moved = shown_steps(read_job_log(write_traces(tmp_path)))
     assert [(step.epoch, step.step, step.why) for step in (before, after, moved)] == [
-        (0, 3, "before"), (1, 5, "after the loss of worker 3"), (2, 11, "after a planned change"),
+        (0, 3, "before"), (1, 5, "after the loss of worker 3"), (2, 11, f"after the migration of {MOVED}"),
     ]  # fmt: skip
     assert [(cell.trace.worker, cell.trace.step, cell.same_step, cell.lost) for cell in before.cells] == [
         (0, 3, True, False), (1, 3, True, False), (2, 3, True, False), (3, 1, False, True),
@@ -136,11 +144,16 @@ def test_the_page_shows_the_steps_one_under_the_other(tmp_path: Path, capsys: py
     assert "traced  steps 1 2 3 4 5 9 11 16: --html draws them, --trace writes them for Perfetto" in text
     html = page.read_text()
     titles = re.findall(r'font-size="13">([^<]*)</text>', html)
-    assert [title.partition(";")[0] for title in titles] == [
+    assert [title.rpartition("; layers")[0] for title in titles] == [
         "before: step 3, epoch 0",
         "after the loss of worker 3: step 5, epoch 1",
-        "after a planned change: step 11, epoch 2",
+        f"after the migration of {MOVED}: step 11, epoch 2",
     ]
+    assert f"<title>epoch 2 from step 10, stood still for 5.0 ms: {MOVED}</title>" in html
+    [head, line] = text[text.index("migrations: ") :].splitlines()[1:3]
+    assert head.split() == ["epoch", "from", "step", *MIGRATION_PHASES, "total", "beside", "what"]
+    words = ["2", "10", *["1.0"] * len(MIGRATION_PHASES), "5.0"]
+    assert line.split(maxsplit=len(words)) == [*words, f"4.0 MB in 2 steps  {MOVED}"]
     assert "layers 0-1 | 2-3, cells shown 2 | 1; 150.0 ms measured, 200.0 ms predicted" in titles[1]
     assert ">1.1 worker 3 *</text>" in html and "worker 3 (stage 1, cell 1): killed by SIGKILL</text>" in html
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|<link|<script|src=|@import|url\(", html)
@@ -165,8 +178,9 @@ def test_the_chrome_trace_has_complete_events_that_nest_in_their_steps(
         (0, 0, "stage 0"), (1, 0, "stage 1"), (2, 0, "job"), (2, 0, "losses and recoveries"),
         *((stage, cell, f"cell {cell}") for stage in range(2) for cell in range(2)),
     }  # fmt: skip
-    (loss,) = [event for event in events if event["ph"] == "i"]
+    loss, migrated = (event for event in events if event["ph"] == "i")
     assert (loss["ts"], loss["s"]) == (3e6, "g") and "worker 3" in loss["name"]
+    assert (migrated["ts"], migrated["name"]) == (9e6, "migrated, epoch 2")
     (recovery,) = [event for event in events if event.get("cat") == "recovery"]
     assert (recovery["ts"], recovery["dur"]) == (pytest.approx(3.5e6 - 45e3), 45e3)
     told = list(traces())
