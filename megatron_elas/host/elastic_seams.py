@@ -7,12 +7,12 @@ which is made before Megatron would make it.
 from __future__ import annotations
 
 from megatron_elas.host.between_steps import wrap_evaluate, wrap_execute_sync, wrap_save_checkpoint
+from megatron_elas.host.bucket_layout import layer_layout
 from megatron_elas.host.gradients import wrap_finalize_gradients, wrap_no_sync, wrap_tied_embedding_reduce
 from megatron_elas.host.loaders import wrap_data_loaders, wrap_dataset_builder
 from megatron_elas.host.logging_seams import wrap_print_rank_last
 from megatron_elas.host.loss_masks import wrap_sample
 from megatron_elas.host.optimizer_layout import (
-    layer_layout,
     wrap_layer_init,
     wrap_optimizer_part,
     wrap_reshardable_state,

@@ -32,8 +32,8 @@ def layers_of(model: Sequence[Any]) -> dict[int, torch.nn.Module]:
 
 def make_layer(model: Sequence[Any], number: int) -> torch.nn.Module | None:
     """Layer ``number``, counted from 1, as the model's block would make it; None where layers are not all alike."""
-    (block,) = list(_blocks(model)) or (None,)
-    if block is None or not _are_movable(block) or len({id(spec) for spec in block.submodules.layer_specs}) != 1:
+    block = block_of(model[0])
+    if block is None:
         return None
     made: torch.nn.Module = build_module(
         block.submodules.layer_specs[0],
@@ -43,6 +43,14 @@ def make_layer(model: Sequence[Any], number: int) -> torch.nn.Module | None:
         vp_stage=block.vp_stage,
     )
     return made
+
+
+def block_of(ddp: Any) -> Any | None:
+    """The block of a chunk whose layers are all alike and can be on any stage; None where there is no such."""
+    blocks = list(_blocks([ddp]))
+    if len(blocks) != 1 or not _are_movable(blocks[0]):
+        return None
+    return blocks[0] if len({id(spec) for spec in blocks[0].submodules.layer_specs}) == 1 else None
 
 
 def renew_parameters(layers: Iterable[torch.nn.Module]) -> None:

@@ -182,6 +182,26 @@ class OptimizerFactory:
             group["params"] = [param for known, params in found if known == settings for param in params]
         call["per_model_buffers"] = {number: chunk.buffers for number, chunk in enumerate(model)}
 
+    def exchange(
+        self, model: Sequence[Any], params: Sequence[torch.nn.Parameter], arrived: Sequence[dict[str, Any]]
+    ) -> None:
+        """Have later optimizers built of these parameters, of which some are known.
+
+        Args:
+            model: The chunks as they are now.
+            params: In the model's order.
+            arrived: Megatron's parameter groups of those that are not known.
+        """
+        (call,) = self._calls
+        wanted = [_settings(group) for group in call["param_groups"]]
+        index_of = self.group_indices()
+        for group in arrived:
+            for param in group["params"]:
+                index_of[param] = wanted.index(_settings(group))
+        for index, group in enumerate(call["param_groups"]):
+            group["params"] = [param for param in params if index_of[param] == index]
+        call["per_model_buffers"] = {number: chunk.buffers for number, chunk in enumerate(model)}
+
     def rebuild(self, chained: Any) -> None:
         """Put new optimizers, empty of state, into the chain that everybody holds."""
         fresh = []

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 from megatron.core.utils import get_model_config
 from megatron.training import get_args
 
+from megatron_elas.host.layer_edit import can_exchange, exchange_layers
 from megatron_elas.host.layer_modules import (
     layers_of,
     make_layer,
@@ -76,6 +77,29 @@ class ModelFactory:
                 self._made_ahead[number] = layer
         return len(missing) <= most
 
+    def exchange(self, model: Sequence[Any], layers: tuple[int, int]) -> tuple[list[Any], list[dict[str, Any]]] | None:
+        """Have the model consist of these layers, all else as it is. Nothing is drawn; communication must be muted.
+
+        Args:
+            model: The chunks.
+            layers: ``[start, stop)``, from 0.
+
+        Returns:
+            All parameters in the model's order, and Megatron's groups of those that came; None if this model's layers
+            cannot be exchanged, so that it is as it was.
+        """
+        if not can_exchange(model):
+            return None
+        numbers = range(layers[0] + 1, layers[1] + 1)
+        staying = layers_of(model)
+        missing = [number for number in numbers if number not in staying]
+        if not self.make_ahead(model, missing, len(missing)) or not all(n in self._made_ahead for n in missing):
+            return None
+        coming, self._made_ahead = self._made_ahead, {}
+        arrived = exchange_layers(model[0], {number: staying.get(number) or coming[number] for number in numbers})
+        assert self.sort_parameters is not None, "Megatron has built no optimizer"
+        return list(model[0].params_with_grad), self.sort_parameters([_Named(arrived)]) if arrived else []
+
     def remake(self, model: Sequence[Any], num_stages: int, *, keep: bool) -> list[dict[str, Any]]:
         """Make the model anew for the layers and groups of the plan in force.
 
@@ -113,6 +137,17 @@ class ModelFactory:
                 new.disable_forward_pre_hook(param_sync=False)
         assert self.sort_parameters is not None, "Megatron has built no optimizer"
         return self.sort_parameters(list(model))
+
+
+class _Named:
+    """Stands for a model of these parameters, to have them sorted."""
+
+    def __init__(self, named: Mapping[str, torch.nn.Parameter]) -> None:
+        self._named = named
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """With the names that they have inside DDP."""
+        return ((f"module.{name}", param) for name, param in self._named.items())
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,6 +82,8 @@ class MegatronHost:
         self._models = models
         self._part: ModelPart | None = route.plan.part_of(worker)
         """What the model holds; None while it is being made anew."""
+        self._num_stages = route.plan.placement.num_stages
+        """Of the plan that the model was made for."""
         self._model = model
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -241,12 +243,25 @@ class MegatronHost:
             fit_buffers(self._model)
         else:
             before, self._part = self._part, None
-            self._remake(plan.placement.num_stages, keep=before is not None and before.lane == part.lane)
-            self._part = part
+            num_stages = plan.placement.num_stages
+            same_place = before is not None and replace(before, layers=part.layers) == part
+            if not (same_place and num_stages == self._num_stages and self._exchange(part.layers)):
+                self._remake(num_stages, keep=before is not None and before.lane == part.lane)
+            self._part, self._num_stages = part, num_stages
         self._factory.rebuild(self._optimizer)
         named = dict(named_parameters(self._model))
         self._access = ShardAccess(named, self._optimizer)
         self._inspector = Inspector(self._model, named, self._optimizer)
+
+    def _exchange(self, layers: tuple[int, int]) -> bool:
+        """Have the model consist of these layers, where they can be exchanged. Gives whether that was done."""
+        with self._muted():
+            exchanged = self._models.exchange(self._model, layers)
+        if exchanged is None:
+            return False
+        sum_gradients(self._model)
+        self._factory.exchange(self._model, *exchanged)
+        return True
 
     def _remake(self, num_stages: int, *, keep: bool) -> None:
         with self._muted():

@@ -158,16 +158,21 @@ class SessionStandIn:
         host.follow_groups(plan)
         host.clear_step()
         self._groups.open_links()
-        before = values_of(host) if host._part.lane == plan.part_of(self.worker).lane else {}
-        host.rebuild(plan)
-        after = values_of(host)
-        changed = [name for name in before.keys() & after.keys() if not torch.equal(before[name], after[name])]
-        assert not changed, f"worker {self.worker} has {changed} before and after, with other values"
+        self.rebuild(plan)
         layout = host._access.layout()
         assert layout == self.catalogue.layout(plan, self.worker), f"worker {self.worker} under {plan}"
         host.write_shard(fill(layout, plan.placement.seat(self.worker).lane, everybody))
         host.sync_parameters()
         host.rewind(captured)
+
+    def rebuild(self, plan: ElasticPlan) -> None:
+        """Have the host do it; on the same lane, what is there before and after keeps its values."""
+        host = self.host
+        before = values_of(host) if host._part.lane == plan.part_of(self.worker).lane else {}
+        host.rebuild(plan)
+        after = values_of(host)
+        changed = [name for name in before.keys() & after.keys() if not torch.equal(before[name], after[name])]
+        assert not changed, f"worker {self.worker} has {changed} before and after, with other values"
 
 
 def values_of(host: Any) -> dict[str, torch.Tensor]:

@@ -34,6 +34,7 @@ def compare(attached: Any) -> dict[str, Any]:
     """How this worker's model differs from one that Megatron builds at once; what was taken over."""
     from megatron.core.utils import get_model_config
 
+    from megatron_elas.host.layer_edit import can_exchange
     from megatron_elas.host.model import named_parameters, sum_gradients
     from megatron_elas.host.restage import _nothing_drawn
 
@@ -47,6 +48,8 @@ def compare(attached: Any) -> dict[str, Any]:
     ours, theirs = host._model[0], fresh[0]
     host._models.sort_parameters(fresh)
     found = [*differing_modules(ours, theirs), *differing_buffers(ours, theirs)]
+    if not can_exchange(host._model):
+        found.append("the model was made anew as a whole")
     mine, other = dict(named_parameters(host._model)), dict(named_parameters(fresh))
     if list(mine) != list(other):
         found.append(f"parameters {list(mine)}, at once {list(other)}")
