@@ -161,6 +161,8 @@ class Job:
         """Copies that differed: who kept it, owner, step, slot."""
         self.unverified: list[VerificationFailed] = []
         """Since the beginning; a real controller forgets them with the outage."""
+        self.void: list[VerificationFailed] = []
+        """Of migrations, which are void then."""
         self.recovered: dict[int, list[RecoveryReport]] = defaultdict(list)
         self.reports: dict[int, dict[int, SettleReport]] = defaultdict(dict)
         self.orders: dict[int, Order] = {}
@@ -231,7 +233,10 @@ class Job:
     def distrust(self, epoch: int, error: VerificationFailed) -> None:
         """A check failed; all workers say so."""
         with self.changed:
-            if epoch == self.epoch:
+            if epoch == self.reserved > self.in_force.epoch and epoch > self.epoch:  # the old layout is whole
+                self.void.append(error)
+                self._begin_epoch()
+            elif epoch == self.epoch:
                 self.unverified.append(error)
                 self._begin_epoch()
 
@@ -335,6 +340,8 @@ class ToyWorker:
     steps_missed: list[int] = field(default_factory=list)
     anywhere: dict[str, Callable[[], None]] = field(default_factory=dict)
     """By phase: the same, in whichever step it is first there."""
+    crashes: type[Exception] | None = None
+    """An error of this kind loses this worker and is no failure of the test."""
     hears_from: int = 0
     """The step before which this worker hears of no migration."""
     prebuilt: list[int] = field(default_factory=list)
@@ -412,7 +419,11 @@ class ToyWorker:
         except (Vanished, Released):
             pass
         except BaseException as error:
-            self.error = error
+            if self.crashes is None or not isinstance(error, self.crashes):
+                self.error = error
+            else:
+                self.transport.close()
+                self.job.lose(self.id)
 
     def run_step(self, step: int) -> int:
         self.steps_run.append(step)

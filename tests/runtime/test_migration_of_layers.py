@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_elas.spec.migration import MIGRATION_PHASES, MigrationMode
+from megatron_elas.spec.transaction import Update
 from tests.runtime.jobs import Job, ToyWorker, check_end, job_of
 
 BOTH = pytest.mark.parametrize("mode", ["async", "blocking"])
@@ -173,10 +174,11 @@ def test_evaluations_and_saves_between_steps_are_run_under_the_plan_of_the_step_
             assert worker.saved == worker.logged == [step for step, _ in worker.evaluated] == list(range(10))
 
 
+SLOW_ROLES = ("target", "bystander")
 PLACES = ("stream", "hand-over", "switch", "enter", "rebuild", "resume", "verify")
 
 
-@pytest.mark.parametrize("role", ["source", "target", pytest.param("bystander", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("role", ["source", *(pytest.param(role, marks=pytest.mark.slow) for role in SLOW_ROLES)])
 @pytest.mark.parametrize("place", PLACES)
 @BOTH
 def test_a_worker_lost_anywhere_in_a_migration_is_made_up_for(
@@ -280,3 +282,51 @@ def test_after_a_loss_another_order_is_followed(mode: MigrationMode, tmp_path: P
         check_copies(job, 22)
         check_migrated(job, 3, mode)
         assert job.in_force.layers == spans(3, 3, 2)
+
+
+@pytest.mark.parametrize("element", ["a-moment", "the-count-of-updates"])
+def test_a_copy_that_went_bad_on_its_way_ends_the_migration_and_nothing_else(element: str, tmp_path: Path) -> None:
+    with job_of(tmp_path, stages=2, rows=2, layers=(2, 4), patterned=True, migration="async") as job:
+        target, spoilt = job.workers[0], []
+
+        def spoil() -> None:
+            streaming = target.session._migrating_in_use.streaming
+            assert streaming is not None
+            streaming._wait()
+            copy = streaming._copies[0]
+            at = copy.stream.layout.numel if element == "a-moment" else -1
+            copy.flat[at] += 1.0
+            spoilt.append(copy.stream)
+
+        target.anywhere["migrate-switch"] = spoil
+        order_in(job, 1, lambda: job.migrate(spans(4, 2)))
+        job.run(steps=12, between=ToyWorker.log)
+        assert spoilt and not job.lost and len(job.void) == 1
+        check_end(job, 12)
+        check_copies(job, 12)
+        assert job.orders[2].settlement.base_epoch == 0 and job.in_force.layers == spans(2, 4)
+
+
+def test_a_worker_whose_update_of_a_streamed_copy_fails_is_lost_alone(tmp_path: Path) -> None:
+    with job_of(tmp_path, stages=2, rows=3, layers=(2, 6), patterned=True, migration="async") as job:
+        target, failed = job.workers[0], []
+
+        class Failing:
+            def apply(self, gradients: torch.Tensor, update: Update, settings: object) -> None:
+                failed.append(update.step)
+                raise OverflowError("as the bias correction of an absurd step")
+
+        def arm() -> None:
+            streaming = target.session._migrating_in_use.streaming
+            assert streaming is not None
+            streaming._copies[0].mirror = Failing()
+
+        target.anywhere["migrate-hand-over"] = arm
+        target.crashes = OverflowError
+        order_in(job, 1, lambda: job.migrate(spans(4, 4)))
+        order_in(job, 10, lambda: job.migrate(spans(3, 5)), worker=1)
+        job.run(steps=22, between=ToyWorker.log)
+        assert failed and job.lost == {0}
+        check_end(job, 22)
+        check_copies(job, 22)
+        check_migrated(job, 3, "async")
