@@ -87,7 +87,7 @@ def test_a_replica_is_lost(tmp_path: Path) -> None:
 
 
 def test_orders_of_a_plan_take_the_time_that_is_predicted(tmp_path: Path) -> None:
-    job, flags = describe(2, 2), ("--pipeline-model-parallel-size=2",)
+    job, flags = describe(4, 1), ("--pipeline-model-parallel-size=4",)
     calm = run_job(tmp_path / "calm", flags, workers=4)
     run = run_job(tmp_path / "run", (*flags, *FLAGS), workers=4, environ={"ELAS_TEST_ORDERS": "split"})
     assert all("W" in record["order"] for record in run.records("final").values())
