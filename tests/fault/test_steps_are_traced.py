@@ -14,7 +14,7 @@ from megatron_elas.cli.report_facts import read_job_log
 from megatron_elas.cli.report_traces import shown_steps
 from megatron_elas.planner.plan import initial_plan
 from megatron_elas.spec.step_report import read_step_reports
-from megatron_elas.spec.step_trace import StepTrace, read_step_traces
+from megatron_elas.spec.step_trace import KINDS, StepTrace, read_step_traces
 from tests.fault.conftest import GRID
 from tests.fault.runs import MODEL, Run, assert_same_training, launcher, run_command, run_job
 from tests.fault.test_steps_are_measured import JOB, OFTEN
@@ -31,20 +31,19 @@ PAIRS = 45
 
 def assert_whole(trace: StepTrace) -> None:
     """One thing at a time, within the step; every item once forward and once backward; an exchange, an update."""
-    kinds = [span.kind for span in trace.spans]
     assert all(before.end_s <= after.start_s for before, after in pairwise(trace.spans))
     assert trace.spans[0].start_s >= 0 and trace.spans[-1].end_s <= trace.step_s + 1e-6
     assert trace.left_out == 0
-    passes = {kind: [s.item for s in trace.spans if s.kind == kind] for kind in ("forward", "backward")}
-    assert passes["forward"] == passes["backward"] and len(set(passes["forward"])) == len(passes["forward"]) > 0
-    samples = [sum(s.samples for s in trace.spans if s.kind == kind) for kind in passes]
+    passes = {kind: [span.item for span in trace.spans if span.kind == kind] for kind in KINDS}
+    forward, split = passes["forward"], passes["weight_gradient"]
+    assert len(set(forward)) == len(forward) > 0
+    assert sorted(passes["backward"] + passes["input_gradient"]) == sorted(forward)
+    assert sorted(passes["input_gradient"]) == sorted(split)
     cells = 1 if trace.epoch and trace.stage == 1 else 2
-    assert samples == [8 // cells] * 2
+    assert sum(span.samples for span in trace.spans if span.kind == "forward") == 8 // cells
     if trace.epoch == 0:
-        assert passes["forward"] == [item.number for item in initial_plan(JOB, {}).items[trace.stage][trace.cell]]
-    assert {"exchange", "optimizer"} <= set(kinds)
-    for span in trace.spans:
-        assert span.kind != "forward" or span.apart_s <= span.end_s - span.start_s
+        assert forward == [item.number for item in initial_plan(JOB, {}).items[trace.stage][trace.cell]]
+    assert passes["exchange"] and passes["optimizer"]
 
 
 def test_steps_before_and_after_a_loss_are_traced_by_all_who_live(calm: Run, tmp_path: Path) -> None:
@@ -86,6 +85,29 @@ def test_steps_before_and_after_a_loss_are_traced_by_all_who_live(calm: Run, tmp
     assert {event["cat"] for event in events if event["ph"] == "i"} == {"loss"}
 
 
+def test_steps_before_and_after_layers_move_are_traced(calm: Run, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    run = run_job(
+        tmp_path / "run", (*GRID, "--elastic-migration=async"), workers=4,
+        launcher_flags=[f"--log-dir={logs}", OFTEN, "--rebalance=5:3,1"],
+    )  # fmt: skip
+    output = "".join(path.read_text() for path in sorted(logs.glob("worker*.log")))
+    run = replace(run, output=run.output + output)
+    assert run.code == 0, run.output[-6000:]
+    assert run.losses == pytest.approx(calm.losses, rel=1e-5) and run.samples == calm.samples
+    log = read_job_log(logs)
+    (migration,) = log.migrations
+    before, after = shown_steps(log)
+    assert (before.epoch, after.epoch) == (0, 1) and after.why == "after the migration of layer 2 from stage 1 to 0"
+    assert before.step < migration.resume_step < after.step == migration.resume_step + 1
+    assert before.layers == ((0, 2, 2), (2, 4, 2)) and after.layers == ((0, 3, 2), (3, 4, 2))
+    for step in (before, after):
+        assert [cell.trace.worker for cell in step.cells if cell.same_step] == [0, 1, 2, 3]
+        for cell in step.cells:
+            assert all(one.end_s <= other.start_s for one, other in pairwise(cell.trace.spans))
+            assert sum(span.samples for span in cell.trace.spans if span.kind == "forward") == 4
+
+
 def test_tracing_takes_no_time(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     command = [
@@ -100,6 +122,8 @@ def test_tracing_takes_no_time(tmp_path: Path) -> None:
             times[report.step % 2 == 0].append(report.step_s)
     assert min(map(len, times.values())) > PAIRS
     assert {trace.step % 2 for trace in read_step_traces(logs / "traces.jsonl")} == {0}
-    ratio = statistics.median(times[True]) / statistics.median(times[False])
+    # The quarter that others on the machine have disturbed least.
+    quick = {traced: statistics.quantiles(own)[0] for traced, own in times.items()}
+    ratio = quick[True] / quick[False]
     print(f"step time with tracing / without: {ratio:.3f}")
-    assert ratio < 1.1, "on a busy machine medians differ by some hundredths"
+    assert ratio < 1.1, "on a busy machine it differs by some hundredths from 1"
