@@ -330,3 +330,24 @@ def test_a_worker_whose_update_of_a_streamed_copy_fails_is_lost_alone(tmp_path: 
         check_end(job, 22)
         check_copies(job, 22)
         check_migrated(job, 3, "async")
+
+
+@pytest.mark.parametrize("place", ["norm", "optimizer", "gather", "commit", "between"])
+@pytest.mark.parametrize("victim", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_worker_lost_at_the_end_of_a_step_that_streams_is_made_up_for(
+    victim: int, place: str, tmp_path: Path
+) -> None:
+    with job_of(tmp_path, stages=2, rows=3, layers=(2, 6), patterned=True, migration="async") as job:
+        lost = job.workers[victim]
+
+        def arm() -> None:
+            lost.anywhere[place] = lost.vanish
+
+        lost.anywhere["migrate-hand-over"] = arm
+        order_in(job, 1, lambda: job.migrate(spans(4, 4)))
+        order_in(job, 10, lambda: job.migrate(spans(3, 5)), worker=1)
+        job.run(steps=22, between=ToyWorker.log)
+        assert job.lost == {victim}
+        check_end(job, 22)
+        check_copies(job, 22)
+        check_migrated(job, 3, "async")
