@@ -204,6 +204,12 @@ class Course:
         """The events of one kind, such as ``recovery``."""
         return [event for event in self.events if event["event"] == kind]
 
+    def step_s_in(self, epoch: int) -> float:
+        """Median of the steady steps under the plan of this epoch; what was predicted where there are none."""
+        steps = [step for step in self.steps if step.epoch == epoch]
+        steady = [step.seconds for step in steps if step.is_steady]
+        return statistics.median(steady or [step.predicted_s for step in steps])
+
     def stretches(self, losses: Sequence[int]) -> list[Stretch]:
         """The steady steps before the first loss, and after each.
 

@@ -21,7 +21,7 @@ whose steps differ least counts. Lines ``RESULT name=value unit``, LOSS is 1 or 
     predicted_vs_POLICY@GRID/LOSS   the same of the predictions
     real_torchft_ratio@GRID[/2]     ours: samples per second after the first loss [the second] / the real torchft's
     recovery_vs_real_torchft@GRID   the real torchft's time from the loss to the next committed step / ours; both less
-                                    one step as it is after the loss
+                                    one step as it is then (ours: before layers move)
     prediction_error_max            the largest |measured / predicted step - 1| of all jobs and losses
 """
 
@@ -72,6 +72,8 @@ class Measured:
     """Before a loss, and after each."""
     recovery_s: tuple[float, ...]
     """From each loss to the end of the step that it struck."""
+    resumed_s: tuple[float, ...]
+    """Of a steady step under the plan that each recovery made."""
     struck_after_s: float
     """From the begin of a step to the first loss in it."""
     migrations: int
@@ -184,6 +186,7 @@ def measure_course(course: Course, losses: Sequence[int]) -> Measured:
         course=course,
         stretches=tuple(course.stretches(losses)),
         recovery_s=tuple(recovery["total"] / 1e3 for recovery in recoveries),
+        resumed_s=tuple(course.step_s_in(recovery["epoch"]) for recovery in recoveries),
         struck_after_s=max(0.0, noticed_s - began_s),
         migrations=len(course.of_kind("migration")),
     )
@@ -238,7 +241,7 @@ def print_throughput(case: Case, found: Mapping[str, Measured], real: TorchftRun
             rate, base = one.samples_per_s(case, loss), one.samples_per_s(case, 0)
             stretch = one.stretches[min(loss, len(one.stretches) - 1)]
             cells = [stretch.step_s, stretch.predicted_s, stretch.step_s / stretch.predicted_s]
-            recovered = recovery_cells(one.recovery_s, [each.step_s for each in one.stretches], loss)
+            recovered = recovery_cells(one.recovery_s, one.resumed_s, loss)
             rows[f"{policy}, {loss} lost"] = [
                 *format_rate(rate, base, left), *(f"{cell:.3f}" for cell in cells), *recovered
             ]  # fmt: skip
@@ -246,7 +249,7 @@ def print_throughput(case: Case, found: Mapping[str, Measured], real: TorchftRun
             at = min(loss, len(real.step_s) - 1)
             rows[f"torchft (real), {loss} lost"] = [
                 *format_rate(real.samples_per_s[at], real.samples_per_s[0], left),
-                f"{real.step_s[at]:.3f}", "", "", *recovery_cells(real.recovery_s, real.step_s, loss),
+                f"{real.step_s[at]:.3f}", "", "", *recovery_cells(real.recovery_s, real.step_s[1:], loss),
             ]  # fmt: skip
     print_table(str(case.grid), columns, rows)
 
@@ -256,11 +259,11 @@ def format_rate(rate: float, base: float, left: float) -> list[str]:
     return [f"{rate:.3f}", f"{rate / base:.3f}", f"{rate / base / left:.3f}"]
 
 
-def recovery_cells(recovery_s: Sequence[float], step_s: Sequence[float], loss: int) -> list[str]:
-    """Time of the recovery from this loss, and without a step as it is after it; empty without one."""
+def recovery_cells(recovery_s: Sequence[float], resumed_s: Sequence[float], loss: int) -> list[str]:
+    """Time of the recovery from this loss, and without a step as it is then; empty without one."""
     if not 0 < loss <= len(recovery_s):
         return ["", ""]
-    return [f"{recovery_s[loss - 1]:.2f}", f"{recovery_s[loss - 1] - step_s[loss]:.2f}"]
+    return [f"{recovery_s[loss - 1]:.2f}", f"{recovery_s[loss - 1] - resumed_s[loss - 1]:.2f}"]
 
 
 def print_results(case: Case, found: Mapping[str, Measured], real: TorchftRun | None) -> None:
@@ -283,7 +286,7 @@ def print_results(case: Case, found: Mapping[str, Measured], real: TorchftRun | 
             name = f"{case.grid}" if loss == 1 else f"{case.grid}/{loss}"
             print_result(f"real_torchft_ratio@{name}", ours.samples_per_s(case, loss) / rate, "ratio")
         theirs_s = real.recovery_s[0] - real.step_s[1]
-        ours_s = ours.recovery_s[0] - ours.stretches[1].step_s
+        ours_s = ours.recovery_s[0] - ours.resumed_s[0]
         print(f"beyond a step, s: ours {format_all([ours_s], 2)}, torchft {format_all([theirs_s], 2)}")
         print_result(f"recovery_vs_real_torchft@{case.grid}", theirs_s / ours_s, "ratio", 1)
 

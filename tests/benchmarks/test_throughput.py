@@ -68,11 +68,12 @@ def test_a_job_without_steady_steps_is_no_measurement(bench: Any) -> None:
 def test_what_a_job_says_is_put_together(bench: Any) -> None:
     events = [
         {"event": "loss", "time_s": 111.35},
-        {"event": "recovery", "total": 5100.0, "detect": 50.0},
+        {"event": "recovery", "epoch": 1, "total": 5100.0, "detect": 50.0},
         {"event": "migration"},
     ]
     measured = bench("throughput").measure_course(course_of(bench, [*BEFORE, *RECOVERED, *MIGRATED], events), [3])
     assert measured.recovery_s == (5.1,)
+    assert measured.resumed_s == pytest.approx((2.005,))
     assert measured.struck_after_s == pytest.approx(0.2)
     assert measured.migrations == 1
 
