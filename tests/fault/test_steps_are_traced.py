@@ -19,7 +19,7 @@ from tests.fault.conftest import GRID
 from tests.fault.runs import MODEL, Run, assert_same_training, launcher, run_command, run_job
 from tests.fault.test_steps_are_measured import JOB, OFTEN
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(500)]
 
 LOST, AT = 2, 8
 FAULT = f"kill:worker={LOST}@step={AT},phase=backward,microbatch=1"
@@ -49,7 +49,7 @@ def assert_whole(trace: StepTrace) -> None:
 def test_steps_before_and_after_a_loss_are_traced_by_all_who_live(calm: Run, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     run = run_job(
-        tmp_path / "run", (*GRID, f"--elastic-trace-steps={ASKED}"), workers=4, faults=[FAULT],
+        tmp_path / "run", (*GRID, f"--elastic-trace-steps={ASKED}"), workers=4, faults=[FAULT], timeout_s=200,
         launcher_flags=[f"--log-dir={logs}", OFTEN],
     )  # fmt: skip
     output = "".join(path.read_text() for path in sorted(logs.glob("worker*.log")))
@@ -88,7 +88,7 @@ def test_steps_before_and_after_a_loss_are_traced_by_all_who_live(calm: Run, tmp
 def test_steps_before_and_after_layers_move_are_traced(calm: Run, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     run = run_job(
-        tmp_path / "run", (*GRID, "--elastic-migration=async"), workers=4,
+        tmp_path / "run", (*GRID, "--elastic-migration=async"), workers=4, timeout_s=200,
         launcher_flags=[f"--log-dir={logs}", OFTEN, "--rebalance=5:3,1"],
     )  # fmt: skip
     output = "".join(path.read_text() for path in sorted(logs.glob("worker*.log")))
