@@ -361,6 +361,8 @@ class ControlLink:
             self._quiesce = quiesce or self._quiesce
             self._recover = recover or self._recover
             self._migrate = migrate or self._migrate
+            if self.migration is None:  # its plan would outlive its epoch here
+                self._migrate = None
             for order in (start, recover, migrate):
                 if order is not None:
                     self._plan_epoch = max(self._plan_epoch, order.plan.epoch)

@@ -104,6 +104,7 @@ class StarterProcess:
         self._agent.close()
         for child in self._children.values():
             os.close(child.pidfd)
+        self._children.clear()
 
     def _signal(self, worker: int, signum: int) -> None:
         if worker in self._children:

@@ -27,6 +27,8 @@ State = dict[tuple[int, str], torch.Tensor]
 """(lane, global name) -> (3, numel): master and moments."""
 
 _STAMPED = re.compile(r"^.*\[(\d{4}-\d\d-\d\d [\d:.]+)\] iteration +\d+/.*\n", re.MULTILINE)
+_PATIENCE = ("--heartbeat-timeout-s=20", "--settle-timeout-s=60")
+"""On a machine that others use too, one that waits for its turn is not a lost one."""
 HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
@@ -88,14 +90,14 @@ class Job:
         launcher_flags: Sequence[str] = BY_PROFILE,
         environ: Mapping[str, str] | None = None,
         steps: int | None = None,
-        timeout_s: float = 150,
+        timeout_s: float = 300,
     ) -> Run:
         """Train; ``asked`` as in ``asker.py``, ``folder`` is made and filled."""
         logs = folder / "logs"
         run = run_job(
             folder, (*self.flags, f"--elastic-migration={mode}", *flags), workers=self.workers, model=self.model,
             faults=faults, steps=steps or self.steps, batch=self.batch, timeout_s=timeout_s, warm=warm,
-            launcher_flags=(*launcher_flags, f"--log-dir={logs}"),
+            launcher_flags=(*_PATIENCE, *launcher_flags, f"--log-dir={logs}"),
             environ={"ELAS_TEST_ASK": ";".join(asked), **(environ or {})},
         )  # fmt: skip
         told = "".join(path.read_text(errors="replace") for path in sorted(logs.glob("worker*.log")))

@@ -23,7 +23,7 @@ from tests.fault.migrations import (
 from tests.fault.runs import Run
 from tests.fault.warm_launcher import WarmLauncher
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(700)]
 
 CHAIN = Job(layers=(3, 2, 2), clip=1.0)
 GRID = Job(layers=(4, 3), data=2)

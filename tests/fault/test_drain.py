@@ -25,7 +25,7 @@ from tests.fault.migrations import (
 from tests.fault.runs import REPO, Run
 from tests.fault.warm_launcher import WarmLauncher
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(700)]
 
 GRID = Job(layers=(4, 3), data=2)
 CHAIN = Job(layers=(3, 2, 2), clip=1.0)

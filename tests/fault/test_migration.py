@@ -26,7 +26,7 @@ from tests.fault.migrations import (
 from tests.fault.runs import Run, assert_same_norms, run_stock
 from tests.fault.warm_launcher import WarmLauncher
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(700)]
 
 TWO = Job(layers=(4, 3), data=2)
 THREE = Job(layers=(14, 15, 14), steps=20)

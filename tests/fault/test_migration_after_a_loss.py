@@ -22,7 +22,7 @@ from tests.fault.migrations import (
 from tests.fault.runs import Run
 from tests.fault.warm_launcher import WarmLauncher
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(700)]
 
 THREE = Job(layers=(4, 4, 4), data=2, per_row=4, steps=20, clip=1.0)
 TWO = Job(layers=(4, 4), data=2, per_row=4, steps=20, clip=1.0)

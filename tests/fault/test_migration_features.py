@@ -22,7 +22,7 @@ from tests.fault.runs import REPO, Run
 from tests.fault.settings import RECOMPUTE
 from tests.fault.warm_launcher import WarmLauncher
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(700)]
 
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 MASKED = ("--data-path=DOCUMENTS", "--split=1,0,0", "--eod-mask-loss")
