@@ -29,9 +29,10 @@ REPO = Path(__file__).resolve().parent.parent
 PREREQUISITES = ("torch", "megatron", "numpy", "msgspec", "psutil", "websockets", "sentencepiece")
 LINE = re.compile(r"iteration +(\d+)/.*lm loss: ([0-9.E+-]+)")
 EVENT = re.compile(
-    r"fault strikes|elasrun:|---- recovered|-{80}$|(lost|before|now|resumed|ms|beside|step) {2,}\S|[\d. ]+\(worker \d"
+    r"fault strikes|elasrun:|---- (recovered|migrated)|-{80}$|[\d. ]+\(worker \d"
+    r"|(lost|before|now|resumed|moved|switched|ms|beside|step) {2,}\S"
 )
-"""The launcher's words and the block that tells of a recovery."""
+"""The launcher's words, and the blocks that tell of recoveries and migrations."""
 PACKAGES = ("asyncio", "concurrent", "email", "html", "http", "importlib", "json", "logging", "unittest", "xml")
 """Of the standard library: some MB of text that is on every machine."""
 TOLERANCE = 1e-5
