@@ -291,7 +291,7 @@ def megatron_plants(scene: Scene) -> dict[str, Plant]:
         ),
         "an iterator that replays": Plant("rerun_machine", "replays", lambda: setting(replaying=(iterator, True))),
         "an iterator's saved batches": Plant(
-            "rerun_machine", "keeps 1 micro-batches", lambda: setting(saved_microbatches=(iterator, [None]))
+            "rerun_machine", "keeps 1 items", lambda: setting(saved_microbatches=(iterator, [None]))
         ),
         "the straggler detector's world": Plant(
             "straggler_detector", "of 9", lambda: setting(world=(StragglerDetector._instance, 9))
@@ -330,9 +330,7 @@ def megatron_plants(scene: Scene) -> dict[str, Plant]:
         "a one-logger": Plant(
             "global_variables", "a one-logger is open", lambda: setting(_GLOBAL_ONE_LOGGER=(global_vars, object()))
         ),
-        "the loader's place": Plant(
-            "data_loaders", "has handed out 1 micro-batches", lambda: setting(_position=(loader, 1))
-        ),
+        "the loader's place": Plant("data_loaders", "has handed out 1 items", lambda: setting(_position=(loader, 1))),
         "a stream that was let go": Plant(
             "data_loaders",
             "that no loader reads from",

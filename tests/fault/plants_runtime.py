@@ -196,7 +196,7 @@ def runtime_plants(scene: Scene) -> dict[str, Plant]:
             lambda: entry(state.stores, scene.epoch, (dataclasses.replace(scene.plan, backups=()), store)),
         ),
         "copies for a dead backup": Plant(
-            "session", f"copies go to worker {dead}", lambda: setting(backup=(store, dead))
+            "session", f"copies go to workers ({dead},)", lambda: setting(backups=(store, (dead,)))
         ),
         "copies of a dead ward": Plant("session", "copies of workers", lambda: entry(store.wards, dead, store.own)),
         "the replicator's copies": Plant(
@@ -232,7 +232,7 @@ def runtime_plants(scene: Scene) -> dict[str, Plant]:
         "copies that were let go": Plant(
             "single_objects",
             "a ShardStore that is not the state's",
-            lambda: alive(make_store(scene.host, scene.plan, scene.worker)),
+            lambda: alive(make_store(scene.session._state.catalogue, scene.plan, scene.worker, 1)),
         ),
         "buffers that were let go": Plant(
             "single_objects", "a Versions that is not the state's", lambda: alive(Versions(4))
