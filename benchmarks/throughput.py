@@ -59,7 +59,7 @@ MOVING = ("ours", "elaswave")
 """Policies after whose losses layers move."""
 CALM = 0.03
 """Between the shortest and the longest step of a stretch, relative to the median: more is a disturbed job."""
-APART, APART_MOVING = 6, 14
+APART, APART_MOVING = 6, 16
 """Steps from a loss to the next, and from the last one to the end; where layers move beside steps."""
 
 
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--first-loss", type=int, default=FIRST_LOSS, metavar="STEP", help="default: 4")
     parser.add_argument(
         "--apart", type=int, nargs=2, default=(APART, APART_MOVING), metavar="STEPS",
-        help="from a loss to the next and to the end: where no layers move, and where they do (default: 6 14)",
+        help="from a loss to the next and to the end: where no layers move, and where they do (default: 6 16)",
     )  # fmt: skip
     parser.add_argument("--tries", type=int, default=2, help="of a job that is disturbed (default: 2)")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write GRID.svg there")
