@@ -31,6 +31,7 @@ help:
 	@echo "make bench-communicator  process groups: ours against gloo, and a lost replica against torchft"
 	@echo "make bench-recovery      step time with and without --elastic; a lost worker against a restart; how recovery grows"
 	@echo "make bench-transaction   step time with and without backups, bytes on the wire, recoveries with gradients or copies"
+	@echo "make bench-rebuild       time of a worker's rebuild when one of its layers moves, against one of everything"
 	@echo "make bench-detection     from a killed or stopped worker to its agent's notice"
 	@echo "make bench-planner       predicted throughput after losses: our planner against other policies; time of a plan"
 	@echo "make bench-orders        orders of a plan against the stock schedule on the same items; the cost of split backward"
@@ -84,6 +85,9 @@ bench-recovery: native
 
 bench-transaction: native
 	@$(RUN) benchmarks/transaction.py $(ARGS)
+
+bench-rebuild: native
+	@$(RUN) benchmarks/rebuild.py $(ARGS)
 
 bench-detection: native
 	@$(RUN) benchmarks/detection.py $(ARGS)

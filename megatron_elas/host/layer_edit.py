@@ -36,7 +36,6 @@ def can_exchange(model: Sequence[Any]) -> bool:
         and not settings.delay_wgrad_compute
         and not ddp.overlap_param_gather_with_optimizer_step
         and not buffer.has_nvfp4_params
-        and all(param.requires_grad for param in ddp.module.parameters())
     )
 
 
@@ -68,7 +67,7 @@ def exchange_layers(ddp: Any, layers: Mapping[int, torch.nn.Module]) -> dict[str
     block.submodules = dataclasses.replace(
         block.submodules, layer_specs=[block.submodules.layer_specs[0]] * len(ordered)
     )
-    named = dict(ddp.module.named_parameters())
+    named = {name: param for name, param in ddp.module.named_parameters() if param.requires_grad}
     params = list(named.values())
     _cut_anew(ddp, params)
     for param in params:

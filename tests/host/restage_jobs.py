@@ -333,6 +333,7 @@ def run_job(
     steps: int = STEPS,
     look: Callable[[Any], dict[str, Any]] | None = None,
     by_script: bool = False,
+    timeout_s: float = 100,
 ) -> list[Worker]:
     """Train on ``count`` workers; ``plans`` are carried out before the steps they are given for."""
     folder.mkdir()
@@ -340,7 +341,7 @@ def run_job(
         *SIZES, *LLAMA, *TRAINING, f"--train-iters={steps}", f"--global-batch-size={BATCH}", "--elastic",
         "--elastic-migration=off", *flags
     ]  # fmt: skip
-    return run_workers(count, train, count, folder, argv, plans or {}, look, by_script, timeout_s=100)
+    return run_workers(count, train, count, folder, argv, plans or {}, look, by_script, timeout_s=timeout_s)
 
 
 def losses(workers: Sequence[Worker]) -> dict[int, float]:
