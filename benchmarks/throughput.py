@@ -17,6 +17,8 @@ A job is run again when its steady steps differ by more than 3 %: the machine di
 whose steps differ least counts. Lines ``RESULT name=value unit``, LOSS is 1 or 2:
 
     measured_share@GRID/LOSS        ours: samples per second, relative to before a loss and the share of workers left
+    measured_own_share@GRID/LOSS    the same relative to what ours has without a loss when it is asked to plan: before a
+                                    loss a job runs stock 1F1B
     measured_vs_POLICY@GRID/LOSS    ours: samples per second / those under the policy
     predicted_vs_POLICY@GRID/LOSS   the same of the predictions
     real_torchft_ratio@GRID[/2]     ours: samples per second after the first loss [the second] / the real torchft's
@@ -53,6 +55,8 @@ CASES = {
         Case(grid=Grid(stages=8, rows=2), model="llama2-34b", hardware="npu-96", row_batches=32, size=1),
     )
 }
+UNHURT_STEPS = 10
+"""Of a job that loses nobody."""
 FIRST_LOSS = 4
 """The step in which a worker is lost."""
 MOVING = ("ours", "elaswave")
@@ -128,16 +132,18 @@ def measure_case(case: Case, folder: Path, options: argparse.Namespace) -> list[
         flush=True,
     )
     found = {policy: measure_policy(case, policy, folder, options) for policy in options.policies}
+    own = measure_unhurt(case, folder / "unhurt") if "ours" in found else None
     real = None if options.without_torchft else measure_real(case, found, folder, options)
     print_throughput(case, found, real)
-    print_results(case, found, real)
+    print_results(case, found, own, real)
     if options.plot:
         options.plot.mkdir(parents=True, exist_ok=True)
         title = f"{case.grid}, {case.model} on emulated {case.hardware}: samples per second of every step"
         series = [series_of(case, policy, one.course) for policy, one in found.items()]
         series += [real.series] if real else []
         (options.plot / f"{case.grid}.svg").write_text(plot_rates(title, series).svg())
-    return [abs(stretch.step_s / stretch.predicted_s - 1) for one in found.values() for stretch in one.stretches]
+    stretches = [stretch for one in found.values() for stretch in one.stretches] + ([own] if own else [])
+    return [abs(stretch.step_s / stretch.predicted_s - 1) for stretch in stretches]
 
 
 def victims(grid: Grid) -> tuple[int, int]:
@@ -163,6 +169,19 @@ def measure_policy(case: Case, policy: str, folder: Path, options: argparse.Name
         if found[-1].spread <= CALM:
             break
     return min(found, key=lambda measured: measured.spread)
+
+
+def measure_unhurt(case: Case, folder: Path) -> Stretch:
+    """Ours without a loss, asked to plan with the layers that stages have: orders need not be those of 1F1B then."""
+    layers = ",".join(map(str, case.job().stage_layers))
+    launcher = [f"--rebalance={UNHURT_STEPS // 4}:{layers}"]
+    (stretch,) = run_losses(case, folder, UNHURT_STEPS, (), launcher=launcher).stretches(())
+    print(
+        f"ours without a loss, asked to plan: {stretch.step_s:.3f} s ({len(stretch.steps)} steps, "
+        f"epoch {stretch.epoch}, spread {stretch.spread:.1%}), {stretch.predicted_s:.3f} s predicted",
+        flush=True,
+    )
+    return stretch
 
 
 def losses_under(policy: str, grid: Grid, losses: Sequence[int]) -> tuple[int, ...]:
@@ -266,7 +285,7 @@ def recovery_cells(recovery_s: Sequence[float], resumed_s: Sequence[float], loss
     return [f"{recovery_s[loss - 1]:.2f}", f"{recovery_s[loss - 1] - resumed_s[loss - 1]:.2f}"]
 
 
-def print_results(case: Case, found: Mapping[str, Measured], real: TorchftRun | None) -> None:
+def print_results(case: Case, found: Mapping[str, Measured], own: Stretch | None, real: TorchftRun | None) -> None:
     """Lines for programs."""
     if (ours := found.get("ours")) is None:
         return
@@ -275,6 +294,9 @@ def print_results(case: Case, found: Mapping[str, Measured], real: TorchftRun | 
         name = f"{case.grid}/{loss}"
         share = ours.samples_per_s(case, loss) / ours.samples_per_s(case, 0) / left
         print_result(f"measured_share@{name}", share, "ratio")
+        if own is not None:
+            share = ours.samples_per_s(case, loss) * own.step_s / case.batch / left
+            print_result(f"measured_own_share@{name}", share, "ratio")
         for policy, one in found.items():
             if policy != "ours":
                 ratio = ours.samples_per_s(case, loss) / one.samples_per_s(case, loss)
