@@ -92,6 +92,8 @@ class Streaming:
         """Portions that are through."""
         self._thread = thread
         self._jobs: list[Future[None]] = []
+        self._failed = False
+        """What has failed is not followed by anything: its epoch ends."""
         self.steps = 0
         """In which something was sent."""
         self.sent_bytes = 0
@@ -110,7 +112,7 @@ class Streaming:
         copies = [copy for copy in self._copies if copy.stream.portion == portion]
         self.steps += 1
         if portion < self._portions:
-            self._jobs.append(self._thread.submit(self._seed, step, sends, copies))
+            self._submit(self._seed, step, sends, copies)
 
     def _seed(
         self, step: int, sends: Sequence[tuple[Stream, Callable[[torch.Tensor], None]]], copies: Sequence[_Copy]
@@ -151,16 +153,14 @@ class Streaming:
         receives = [
             Part(copy.stream.owner, as_bytes(copy.gradients)) for copy in self._copies if copy.version is not None
         ]
-        self._jobs.append(
-            self._thread.submit(self._transport.exchange, MIGRATION, GRADIENTS | step & 0xFFFF, sends, receives)
-        )
+        self._submit(self._transport.exchange, MIGRATION, GRADIENTS | step & 0xFFFF, sends, receives)
         self.gradient_bytes += sum(part.buffer.nbytes for part in sends)
         self.hand_over_s += time.monotonic() - began_s
 
     def follow(self, update: Update) -> None:
         """The step is sure to be finished: begin to bring the copies to the next version."""
         if self._copies:
-            self._jobs.append(self._thread.submit(self._advance, update, self._host.update_settings()))
+            self._submit(self._advance, update, self._host.update_settings())
 
     def _advance(self, update: Update, settings: object) -> None:
         for copy in self._copies:
@@ -181,19 +181,33 @@ class Streaming:
         assert not missing, f"worker {self._worker} lacks version {version} of {missing}"
         return Arrivals(self._copies)
 
+    def _submit(self, work: Callable[..., None], *args: object) -> None:
+        self._jobs.append(self._thread.submit(self._run, work, args))
+
+    def _run(self, work: Callable[..., None], args: Sequence[object]) -> None:
+        """On the thread. What comes after a failure could reach into the next epoch, so it is left out."""
+        if self._failed:
+            return
+        try:
+            work(*args)
+        except BaseException:
+            self._failed = True
+            raise
+
     def _wait(self) -> None:
-        """Until the thread has nothing to do. Raises what it raised."""
-        jobs, self._jobs = self._jobs, []
-        for job in jobs:
-            job.result()
+        """Until the thread has nothing to do. Raises what it raised first."""
+        for error in self._end_jobs():
+            raise error
 
     def drain(self) -> None:
         """Wait until nothing is in flight, however it ends. Quick after a cancel."""
-        errors = [error for job in self._jobs if (error := job.exception()) is not None]
-        self._jobs.clear()
-        for error in errors:
+        for error in self._end_jobs():
             if not isinstance(error, EpochChanged):
                 raise error
+
+    def _end_jobs(self) -> list[BaseException]:
+        jobs, self._jobs = self._jobs, []
+        return [error for job in jobs if (error := job.exception()) is not None]
 
 
 class Arrivals:
