@@ -77,6 +77,10 @@ class ModelFactory:
                 self._made_ahead[number] = layer
         return len(missing) <= most
 
+    def forget_ahead(self) -> None:
+        """Let go of layers that were made ahead."""
+        self._made_ahead = {}
+
     def exchange(self, model: Sequence[Any], layers: tuple[int, int]) -> tuple[list[Any], list[dict[str, Any]]] | None:
         """Have the model consist of these layers, all else as it is. Nothing is drawn; communication must be muted.
 

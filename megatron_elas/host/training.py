@@ -278,6 +278,10 @@ class MegatronHost:
         with self._muted():
             return self._models.make_ahead(self._model, coming, most)
 
+    def forget_prebuilt(self) -> None:
+        """See Host."""
+        self._models.forget_ahead()
+
     @contextlib.contextmanager
     def _muted(self) -> Iterator[None]:
         """Inside, nothing is communicated."""

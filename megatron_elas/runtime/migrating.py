@@ -80,8 +80,27 @@ class Migrating:
             _, streams = self._ahead.result()
             self.streaming = Streaming(self._state.worker, streams, step, self._transport, self._host, self._thread)
         if self._order is not None and not self._prebuilt:
-            self._prebuilt = self._host.prebuild(self._order.plan)
+            self._prebuild(self._order)
         return self.streaming is not None
+
+    def _prebuild(self, order: Migration) -> None:
+        try:
+            self._prebuilt = self._host.prebuild(order.plan)
+        except Exception as error:  # nothing has changed yet, and training needs nothing of it
+            self._host.forget_prebuilt()
+            if self._stream_from is None:
+                self._decline(order, error)
+            else:  # all have agreed: the switch makes what it needs
+                logger.warning("worker %d could not make layers ahead", self._state.worker, exc_info=error)
+                self._prebuilt = True
+
+    def _decline(self, order: Migration, error: BaseException) -> None:
+        """Never vote for it: what a migration needs has failed here, ahead of it."""
+        self._refused, self._order, self._prebuilt = order.plan.epoch, None, False
+        logger.warning(
+            "worker %d cannot go over to the plan of epoch %d", self._state.worker, order.plan.epoch, exc_info=error
+        )
+        self._control.declined(order.plan.epoch, f"{type(error).__name__}: {error}")
 
     def stream(self, step: int) -> None:
         """Begin to send what is due in this step."""
@@ -94,17 +113,17 @@ class Migrating:
         if order is None or order.plan.epoch <= state.plan.epoch:
             self._order = None
             return
+        if order.plan.epoch == self._refused:
+            self._order = None
+            return
         if self._order is not None and self._order.plan.epoch == order.plan.epoch:
+            failed = self._ahead.exception() if self._ahead is not None and self._ahead.done() else None
+            if failed is not None:
+                self._decline(order, failed)
             return
         strangers = set(order.plan.placement.workers) - set(state.plan.placement.workers)
         if strangers:
-            if self._refused != order.plan.epoch:
-                self._refused = order.plan.epoch
-                logger.warning(
-                    "worker %d does not go over to the plan of epoch %d: it seats workers %s, which are spares now and "
-                    "have no part in steps", state.worker, order.plan.epoch, sorted(strangers),
-                )  # fmt: skip
-            self._order = None
+            self._decline(order, ValueError(f"it seats workers {sorted(strangers)}, which have no part in steps now"))
             return
         self._order = order
         self._prebuilt = order.plan.placement.find_seat(state.worker) is None
@@ -112,7 +131,7 @@ class Migrating:
 
     def ballot(self) -> tuple[int, int]:
         """See ``Session.ballot``."""
-        ready = self._order is not None and self._ahead is not None and self._ahead.done()
+        ready = self._ahead is not None and self._ahead.done() and self._ahead.exception() is None
         known = self._vote = self._order.plan.epoch if self._order is not None and ready else 0
         complete = self._prebuilt and self.streaming is not None and self.streaming.complete
         return known, known if complete else 0
@@ -158,7 +177,10 @@ class Migrating:
     def end(self) -> None:
         """This migration is over, or the membership has ended: forget it, and what was sent for it."""
         streaming, self.streaming = self.streaming, None
+        if self._order is not None:
+            self._host.forget_prebuilt()  # where it was used, none is left
         self._order = self._ahead = None
+        self._prebuilt = False
         self._stream_from = self._switch_at = None
         self._vote = 0
         if streaming is not None:

@@ -106,6 +106,9 @@ class Host(Protocol):
             Whether there is nothing left to make.
         """
 
+    def forget_prebuilt(self) -> None:
+        """Let go of what ``prebuild`` has made and no ``rebuild`` has used."""
+
     def begin_activity(self, activity: int) -> None:
         """Joint activity ``activity``, counted from 0, begins; the ones before it have ended for all.
 

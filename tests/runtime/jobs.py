@@ -151,6 +151,10 @@ class Job:
         """Newest epoch that an order has."""
         self.migrated: dict[int, dict[int, MigrationReport]] = defaultdict(dict)
         self.drained: set[int] = set()
+        self.declined: list[tuple[int, int, str]] = []
+        """Worker, epoch and why."""
+        self.spoils_prebuild = False
+        """Whether layers cannot be made ahead."""
         self.left: set[int] = set()
         """Drained workers that were told to leave."""
         self.decided: Update | None = None
@@ -740,9 +744,19 @@ class ToyWorker:
         with self.job.changed:
             self.job.drained.add(self.id)
 
+    def forget_prebuilt(self) -> None:
+        pass
+
     def prebuild(self, plan: ElasticPlan, most: int = 1) -> bool:
         self.prebuilt.append(plan.epoch)
+        if self.job.spoils_prebuild:
+            raise MemoryError("no room for another layer")
         return True
+
+    def declined(self, epoch: int, sentence: str) -> None:
+        with self.job.changed:
+            self.job.declined.append((self.id, epoch, sentence))
+            self.job.changed.notify_all()
 
     def finished(self) -> None:
         with self.job.changed:

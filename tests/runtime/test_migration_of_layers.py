@@ -154,6 +154,20 @@ def test_an_order_that_some_hear_of_later_waits_for_them(tmp_path: Path) -> None
         assert deaf.prebuilt == [1]
 
 
+@BOTH
+def test_what_cannot_be_made_ahead_is_declined_and_training_goes_on(mode: MigrationMode, tmp_path: Path) -> None:
+    with job_of(tmp_path, stages=2, rows=2, layers=(2, 2), patterned=True, migration=mode) as job:
+        job.spoils_prebuild = True
+        order_in(job, 1, lambda: job.migrate(spans(1, 3)))
+        job.run(steps=8)
+        check_end(job, 8)
+        assert job.in_force.layers == spans(2, 2) and not job.migrated[1] and not job.lost
+        assert {(epoch, sentence) for _, epoch, sentence in job.declined} == {
+            (1, "MemoryError: no room for another layer")
+        }
+        assert sorted(worker for worker, _, _ in job.declined) == [0, 1, 2, 3], "one told it twice, or not at all"
+
+
 def test_evaluations_and_saves_between_steps_are_run_under_the_plan_of_the_step_before(tmp_path: Path) -> None:
     epochs: dict[int, set[int]] = {}
 
