@@ -156,15 +156,15 @@ class MegatronHost:
         self._access.write(flat)
 
     def share_losses(self, losses: Sequence[dict[str, torch.Tensor]], ballot: tuple[int, int]) -> tuple[int, int]:
-        """Sum the step's losses over the cells of the last stage, and have all workers know them. Gives the sums of
-        all workers' ballots.
+        """Sum the step's losses over the cells of the last stage, and have all workers know them. Gives how many
+        vote as this one does.
         """
         own = sum_losses(list(losses), parallel_state.get_data_parallel_group(with_context_parallel=True))
         plan, seat = self._route.plan, self._route.seat
         tells = (seat.stage, seat.cell, seat.lane) == (plan.placement.num_stages - 1, 0, 0)
-        told, sums = tell_losses(own, tells, ballot)
+        told, votes = tell_losses(own, tells, ballot)
         self.losses = told | own
-        return sums
+        return votes
 
     def read_gradients(self, flat: torch.Tensor) -> None:
         """See Host."""

@@ -24,8 +24,8 @@ def wrap_chain_step(original: Any) -> Any:
             return original(self)
         assert attached.host is not None
         with attached.timer.exchanging():
-            sums = attached.host.share_losses(attached.losses, attached.session.ballot())
-            attached.session.count_ballots(sums, len(attached.route.plan.placement.workers))
+            votes = attached.host.share_losses(attached.losses, attached.session.ballot())
+            attached.session.count_ballots(votes, len(attached.route.plan.placement.workers))
             attached.session.exchange_gradients()
         _log_samples(attached)
         with attached.timer.optimizing():

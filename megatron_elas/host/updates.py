@@ -141,25 +141,30 @@ def sum_losses(losses: list[dict[str, torch.Tensor]], group: Any) -> dict[str, t
 MOST_LOSSES = 16
 """Losses with different names that all workers are told; further ones only the last stage knows."""
 NAME_BYTES = 32
+POLLS = 16
+"""Numbers near each other that can be voted for at a time; two of these polls are in a row of the board."""
 
 
 def tell_losses(
     losses: dict[str, torch.Tensor], tells: bool, ballot: tuple[int, int] = (0, 0)
 ) -> tuple[dict[str, torch.Tensor], tuple[int, int]]:
-    """Have all workers know the losses, names included: any of them may come to tell the step's line. And sum ballots.
+    """Have all workers know the losses, names included: any of them may come to tell the step's line. And count votes.
 
     Args:
         losses: Of the step; only looked at where ``tells``.
         tells: True on one worker, of the last stage.
-        ballot: Two numbers of every worker whose sums are below 2**24.
+        ballot: Two numbers that this worker votes for; 0: none.
 
     Returns:
-        The losses, and the sums.
+        The losses, and how many have voted for the same; votes for others do not count, as long as their numbers are
+        no multiple of ``POLLS`` away.
     """
     # One sum to which all others add zeros, so that it does not change a bit, and the shape is the same in every step.
     board = torch.zeros((MOST_LOSSES + 1, NAME_BYTES + 1), dtype=torch.float32)
     rows, votes = board[:-1], board[-1]
-    votes[: len(ballot)] = torch.tensor(ballot)
+    places = [poll * POLLS + number % POLLS for poll, number in enumerate(ballot)]
+    for place, number in zip(places, ballot, strict=True):
+        votes[place] = float(number > 0)
     if tells:
         for row, (name, value) in zip(rows, losses.items(), strict=False):
             letters = name.encode()[:NAME_BYTES]
@@ -169,4 +174,5 @@ def tell_losses(
     letters = rows[:, 1:].to(torch.uint8).numpy()
     names = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in letters]
     told = {name: row[0].clone() for name, row in zip(names, rows, strict=True) if name}
-    return told, (int(votes[0]), int(votes[1]))
+    first, second = (int(votes[place]) for place in places)
+    return told, (first, second)

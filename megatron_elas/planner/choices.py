@@ -16,11 +16,12 @@ from megatron_elas.planner.prediction import Candidate, stage_tail_s
 from megatron_elas.planner.situation import Situation, divided
 from megatron_elas.schedule.lockstep import Known
 from megatron_elas.schedule.one_f_one_b import stock_warmup
-from megatron_elas.schedule.orders import PlanOrders, read_orders, write_orders
+from megatron_elas.schedule.orders import PlanOrders, check_reading, read_orders, write_orders
 from megatron_elas.schedule.timing import Deadlock, Durations, Program
 from megatron_elas.schedule.warmups import find_order, find_warmups, time_order
 from megatron_elas.spec.cluster import Link
 from megatron_elas.spec.cost import CostSums, JobCost, PassTime, StageTimes
+from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.items import StageItems
 from megatron_elas.spec.plan import ElasticPlan
 
@@ -75,8 +76,9 @@ class Choices:
     def ordered(self, candidate: Candidate, program: Program, *, fits: bool = True) -> Choice | None:
         """The candidate in an order of its items; None where the running job cannot carry it out."""
         try:
+            check_reading(program.schedule)
             program.check_joined()
-        except Deadlock:
+        except (BadUsage, Deadlock):
             return None
         items = program.flow.stages
         layers, times = self._layers_and_times(candidate)

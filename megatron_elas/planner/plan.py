@@ -29,7 +29,6 @@ from megatron_elas.planner.running_policies import choose_like
 from megatron_elas.planner.seating import seat_workers
 from megatron_elas.planner.situation import Situation, divided
 from megatron_elas.planner.step_plan import Effort, StepPlan
-from megatron_elas.schedule.orders import check_orders
 from megatron_elas.schedule.warmups import find_order
 from megatron_elas.spec.errors import NoFeasiblePlan
 from megatron_elas.spec.items import whole_micro_batches
@@ -129,8 +128,6 @@ def finish(
     costs: JobCosts | None,
 ) -> ElasticPlan:
     """The plan of a choice: who sits where, and who keeps whose copy. Backups stay where all seats do."""
-    if chosen.work.orders:
-        check_orders(chosen.work.items, chosen.work.orders)
     placement = seat_workers(chosen.candidate, left, job.tensor_parallel, old.placement)
     same = placement.stages == old.placement.stages
     return ElasticPlan(

@@ -1,12 +1,11 @@
-"""How workers agree on a migration without asking anybody: by two sums that they make in every step anyway.
+"""How workers agree on a migration without asking anybody: by two polls in a sum that they make in every step anyway.
 
-Every seated worker adds the epoch of the order that it knows of at the begin of the step, and the epoch of the one
-whose state is complete, both else 0. A sum that is an epoch times the number of workers says that all mean this epoch,
-and all see it in the same step:
+Every seated worker votes for the epoch of the order that it knows of at the begin of the step, and for that of the one
+whose state is complete. Each hears how many vote as it does. When that is all of them, all hear it in the same step:
 
 * all know the order in step ``j``: its state is streamed from step ``j + 1`` on; where it is to move at once
   (``blocking``) the switch is between ``j`` and ``j + 1``;
-* all have the state in step ``k``, whose gradients are handed over after the sums: the switch is between ``k`` and
+* all have the state in step ``k``, whose gradients are handed over after the poll: the switch is between ``k`` and
   ``k + 1``.
 
 Any end of the membership ends the migration, and the controller asks for another one if it wants.
@@ -136,17 +135,16 @@ class Migrating:
         complete = self._prebuilt and self.streaming is not None and self.streaming.complete
         return known, known if complete else 0
 
-    def count_ballots(self, sums: tuple[int, int], voters: int, step: int) -> None:
+    def count_ballots(self, votes: tuple[int, int], voters: int, step: int) -> None:
         """See ``Session.count_ballots``."""
         if not self._vote:
             return
-        known, complete = sums
-        unanimous = self._vote * voters
-        if self._stream_from is None and known == unanimous:
+        known, complete = votes
+        if self._stream_from is None and known == voters:
             if self._mode == "blocking":
                 self._switch_at = step + 1
             self._stream_from = step + 1
-        if self._mode == "async" and complete == unanimous:
+        if self._mode == "async" and complete == voters:
             self._switch_at = step + 1
 
     def hand_over(self, step: int, gradients: torch.Tensor) -> None:

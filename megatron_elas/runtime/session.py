@@ -188,15 +188,17 @@ class Session:
     # ------------------------------------------------------------ called by the host inside a step
 
     def ballot(self) -> tuple[int, int]:
-        """What this worker adds to the two sums that all seated workers make in every step before it exchanges
-        gradients: the epoch of the migration that it knows of, and of the one whose state it has; else 0.
+        """What this worker votes for in the two polls of all seated workers in every step, before it exchanges
+        gradients: the epoch of the migration that it is ready for, and of the one whose state it has; else 0.
         """
         return self._migrating_in_use.ballot()
 
-    def count_ballots(self, sums: tuple[int, int], voters: int) -> None:
-        """The sums over all ``voters``: equal on all of them, so all come to the same conclusion in the same step."""
+    def count_ballots(self, votes: tuple[int, int], voters: int) -> None:
+        """How many of all ``voters`` vote as this worker does. Only if all do, all hear so: they come to the same
+        conclusion in the same step.
+        """
         _, step = self._in_step()
-        self._migrating_in_use.count_ballots(sums, voters, step)
+        self._migrating_in_use.count_ballots(votes, voters, step)
 
     def exchange_gradients(self) -> None:
         """The gradients of the step under way are reduced: have them at the backups before going on, and what migrates

@@ -72,10 +72,15 @@ def check_orders(items: Sequence[StageItems], orders: PlanOrders, limits: Sequen
         limits: Memory of every stage; without it, memory is not looked at.
     """
     schedule = read_orders(items, orders)
-    for stage, cell in schedule.cells():
-        _check_reading(schedule, stage, cell)
+    check_reading(schedule)
     check_schedule(schedule, limits)
     Program(schedule).check_joined()
+
+
+def check_reading(schedule: Schedule) -> None:
+    """Raise BadUsage, in a sentence, unless all cells run their forward passes in the order of their items."""
+    for stage, cell in schedule.cells():
+        _check_reading(schedule, stage, cell)
 
 
 def _check_reading(schedule: Schedule, stage: int, cell: int) -> None:

@@ -107,7 +107,7 @@ class SessionStandIn:
     def ballot(self) -> tuple[int, int]:
         return 0, 0
 
-    def count_ballots(self, sums: tuple[int, int], voters: int) -> None:
+    def count_ballots(self, votes: tuple[int, int], voters: int) -> None:
         pass
 
     def run_step(self, step: int, body: Callable[[int], Any]) -> Any:

@@ -447,8 +447,11 @@ class ToyWorker:
         ahead = self.session._migrating_in_use._ahead
         if ahead is not None:  # so that it is in the same step whether the machine is busy or not
             ahead.result()
-        ballots = self.communicator.all_gather_rows(self.session.ballot())
-        known, complete = (sum(column) for column in zip(*ballots, strict=True))
+        own = self.session.ballot()
+        ballots = self.communicator.all_gather_rows(own)
+        known, complete = (
+            column.count(vote) if vote else 0 for column, vote in zip(zip(*ballots, strict=True), own, strict=True)
+        )
         self.session.count_ballots((known, complete), len(ballots))
         self.session.exchange_gradients()
         self.strike(step, "norm", None)
