@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_elas.cli.running_jobs import PLANNING_TIMEOUT_S, add_choice_of_job, ask_job
+from megatron_elas.cli.running_jobs import LEAVING_TIMEOUT_S, add_choice_of_job, ask_job
 from megatron_elas.control.messages import DrainRequest
 from megatron_elas.spec.errors import BadUsage
 
@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Have the controller plan without them; it answers when there is a plan."""
-    return ask_job(flags, DrainRequest(workers=read_workers(flags.workers)), " ", PLANNING_TIMEOUT_S)
+    """Have the controller plan without them; it answers when they hold nothing that is needed, and end."""
+    return ask_job(flags, DrainRequest(workers=read_workers(flags.workers)), " ", LEAVING_TIMEOUT_S)
 
 
 def read_workers(words: list[str]) -> tuple[int, ...]:

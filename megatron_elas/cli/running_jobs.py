@@ -32,6 +32,8 @@ Request = DrainRequest | InjectRequest | RebalanceRequest | StatusRequest
 ANSWER_TIMEOUT_S = 10.0
 PLANNING_TIMEOUT_S = 120.0
 """For an answer that a plan has to be made for."""
+LEAVING_TIMEOUT_S = 600.0
+"""For workers to leave: a plan is made, and state goes over beside some steps."""
 LONGEST_COMMAND = 60
 """Characters of a job's command that are shown."""
 
@@ -129,6 +131,11 @@ def ask(address: str, token: str, request: Request, timeout_s: float = ANSWER_TI
     except NotAMember as error:
         raise ElasticError(
             f"the controller at {address} does not share the secret that is known here: set {TOKEN_VARIABLE}"
+        ) from error
+    except TimeoutError as error:
+        raise ElasticError(
+            f"the controller at {address} has not answered within {timeout_s:g} s, and may still do what it was asked "
+            f"for: see elas status"
         ) from error
     except (OSError, InvalidHandshake, ConnectionClosed, BadMessage) as error:
         raise ElasticError(f"the controller at {address} does not answer: {error}") from error

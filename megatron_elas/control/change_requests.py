@@ -71,10 +71,10 @@ def _find_bad_layers(plan: ElasticPlan, layers: Sequence[int] | None) -> str | N
     if layers is None:
         return None
     total, stages = plan.layers[-1][1], plan.placement.num_stages
-    if len(layers) == stages and sum(layers) == total and min(layers) >= 0:
+    if len(layers) == stages and sum(layers) == total and min(layers) >= 1:
         return None
     now = ",".join(str(stop - start) for start, stop in plan.layers)
     return (
         f"the layers {','.join(map(str, layers))} do not fit {stages} stages with {total} layers in all, which are "
-        f"{now} now: give one number for each stage"
+        f"{now} now: give one number, 1 or more, for each stage"
     )

@@ -33,6 +33,7 @@ from megatron_elas.control.messages import (
     AgentHello,
     CopyDiffered,
     Crashed,
+    Declined,
     Drained,
     Failed,
     FaultFired,
@@ -146,6 +147,10 @@ def _worker_spoke(state: Gathering | Training, event: Event, now: float) -> Step
             seated = state.migration.target.placement.workers
             if crossing.epoch == state.migration.epoch and crossing.worker in set(seated) & set(state.roster.survivors):
                 return migrating.migrated(state, crossing)
+        case Declined() if isinstance(state, Running) and state.migration is not None:
+            waited_for = event.worker in state.roster.survivors and not state.migration.arrived
+            if event.epoch == state.migration.epoch and waited_for:
+                return migrating.declined(state, event)
         case Finished() if not isinstance(state, Gathering) and event.worker in state.roster.survivors:
             return recovering.worker_finished(state, event.worker)
         case Settled(report=report) if isinstance(state, Settling):

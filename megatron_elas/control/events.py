@@ -8,6 +8,7 @@ from megatron_elas.control.messages import (
     AgentHello,
     CopyDiffered,
     Crashed,
+    Declined,
     Drained,
     Failed,
     FaultFired,
@@ -116,6 +117,7 @@ Event = (
     | AgentLost
     | ChangeAsked
     | Crashed
+    | Declined
     | Drained
     | Failed
     | FaultFired

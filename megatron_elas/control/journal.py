@@ -59,6 +59,7 @@ _KINDS: dict[str, type[Any]] = {
         messages.AgentHello,
         messages.CopyDiffered,
         messages.Crashed,
+        messages.Declined,
         messages.Drained,
         messages.Failed,
         messages.FaultFired,

@@ -176,6 +176,15 @@ class Drained(Message, kw_only=True):
     worker: int
 
 
+class Declined(Message, kw_only=True):
+    """The worker cannot do its part of a ``Migrate``. It has not said that it is ready, so nobody has gone over."""
+
+    worker: int
+    epoch: int
+    """Of the plan that was to be gone over to."""
+    sentence: str
+
+
 class FaultFired(Message, kw_only=True):
     """A scripted fault strikes now; sent just before it does."""
 
@@ -423,7 +432,7 @@ class InjectRequest(Message, kw_only=True):
 
 
 class DrainRequest(Message, kw_only=True):
-    """From ``elas drain``. Answered by ``Answer``, when there is a plan without the workers, or none."""
+    """From ``elas drain``. Answered by ``Answer``, when the workers are let go, or when it is known that they stay."""
 
     version: int = PROTOCOL_VERSION
     workers: tuple[int, ...]
@@ -469,6 +478,7 @@ FromClient = (
     | Recovered
     | Migrated
     | Drained
+    | Declined
     | FaultFired
     | Failed
     | Crashed

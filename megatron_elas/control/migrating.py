@@ -14,15 +14,17 @@ from megatron_elas.control.change_requests import find_problem
 from megatron_elas.control.commands import Command, ImprovePlan, Note, Reply, Tell
 from megatron_elas.control.ending import Step
 from megatron_elas.control.events import ChangeAsked, PlanImproved, PlanKept
-from megatron_elas.control.messages import Drained, Stop
+from megatron_elas.control.messages import Declined, Drained, Stop
 from megatron_elas.control.migration_block import describe_workers, show_migration
-from megatron_elas.control.states import Migration, Running, Search, Settling, State
+from megatron_elas.control.states import Migration, Roster, Running, Search, Settling, State
 from megatron_elas.spec.errors import ExitCode
 from megatron_elas.spec.migration import MigrationReport
 from megatron_elas.spec.plan import ElasticPlan
 
 FAREWELL = Stop(exit_code=ExitCode.FINISHED, sentence="it was drained")
 """To a worker that leaves."""
+MOST_CUT_SHORT = 2
+"""After so many losses on the way to another plan none is begun unasked any more."""
 
 
 def seek(state: Running) -> tuple[Running, tuple[Command, ...]]:
@@ -73,12 +75,13 @@ def improved(state: Running, event: PlanImproved) -> Step:
         target=replace(target, placement=placement),
         plan_s=event.seconds,
         leaving=search.drained,
+        request=search.request if search.drained else None,
     )
     state = replace(state, search=None, migration=migration)
-    text = f"going over to epoch {target.epoch}: {target.placement.describe()}"
-    if search.drained:
-        text = f"{describe_workers(search.drained)} will leave; {text}"
     orders = Tell(workers=tuple(sorted(state.plan.placement.workers)), message=state.migrate)
+    text = f"going over to epoch {target.epoch}: {target.placement.describe()}"
+    if search.drained:  # whoever asked for it is answered when they leave
+        return state, (orders, Note(text=f"{describe_workers(search.drained)} will leave; {text}"))
     return state, (orders, _answer(search.request, text, ok=True))
 
 
@@ -93,9 +96,15 @@ def _answer(request: int | None, text: str, *, ok: bool = False) -> Command:
 
 
 def _find_flaw(plan: ElasticPlan, search: Search, target: ElasticPlan) -> str | None:
-    """Why nobody can go over to the target. Only a bug of the planner makes one."""
+    """Why nobody can go over to the target. Only a bug of the planner makes one.
+
+    Where some leave, a policy may leave others without a seat too (``torchft``: the rest of their replica); these
+    become spares.
+    """
     seated = set(plan.placement.workers)
-    if target.epoch == search.epoch and set(target.placement.workers) == seated - set(search.drained):
+    staying, placement = seated - set(search.drained), target.placement
+    waiting = staying & set(placement.spares) if search.drained else set()
+    if target.epoch == search.epoch and placement.workers and set(placement.workers) == staying - waiting:
         return None
     return (
         f"a plan of epoch {target.epoch} for workers {sorted(target.placement.workers)} was found where one of epoch "
@@ -126,8 +135,19 @@ def _take(state: Running, migration: Migration) -> tuple[Running, tuple[Command,
     gone = tuple(worker for worker in migration.leaving if worker in state.roster.survivors)
     roster = replace(state.roster, drained=state.roster.drained | set(gone))
     taken = replace(state, roster=roster, plan=plan)
-    note = Note(text=f"epoch {plan.epoch} is in force: {plan.placement.describe()}")
-    return taken, (*((Tell(workers=gone, message=FAREWELL),) if gone else ()), note)
+    text = f"epoch {plan.epoch} is in force: {plan.placement.describe()}"
+    if not migration.leaving:
+        return taken, (Note(text=text),)
+    answer = _answer(migration.request, f"{describe_workers(migration.leaving)} handed over everything; {text}", ok=True)
+    return taken, (*((Tell(workers=gone, message=FAREWELL),) if gone else ()), answer)
+
+
+def _not_drained(migration: Migration, why: str) -> tuple[Command, ...]:
+    """The answer to whoever waits until workers leave that do not."""
+    if migration.request is None:
+        return ()
+    text = f"{describe_workers(migration.leaving)} did not leave: {why}, see elas status"
+    return (_answer(migration.request, text),)
 
 
 def conclude(state: Running) -> tuple[Running, tuple[Command, ...]]:
@@ -148,6 +168,29 @@ def drained(state: State, event: Drained) -> Step:
     return state, (Note(text=f"worker {event.worker} has handed over what it had"),)
 
 
+def declined(state: Running, event: Declined) -> Step:
+    """A worker cannot go over, so nobody will: the plan in force stays, and no other one is looked for unasked."""
+    migration = state.migration
+    assert migration is not None and not migration.arrived
+    roster = replace(state.roster, settled_down=True)
+    text = (
+        f"worker {event.worker} cannot go over to epoch {migration.epoch}: {event.sentence}; the plan of epoch "
+        f"{state.epoch} stays, and from now on layers move only after a loss or when somebody asks"
+    )
+    stays = replace(state, roster=roster, migration=None, declined=migration.epoch)
+    why = f"worker {event.worker} cannot take part ({event.sentence})"
+    return stays, (Note(text=text, warning=True), *_not_drained(migration, why))
+
+
+def cut_short(state: State) -> Roster:
+    """The roster when a loss comes. A second one on the way to another plan may be the plan's own fault."""
+    roster = state.roster
+    if not isinstance(state, Running) or state.migration is None or state.migration.arrived:
+        return roster
+    count = roster.cut_short + 1
+    return replace(roster, cut_short=count, settled_down=roster.settled_down or count >= MOST_CUT_SHORT)
+
+
 def wind_up(before: State, after: State) -> tuple[Command, ...]:
     """What is to be told of a search or a migration that another event has ended."""
     if not isinstance(before, Running) or before.roster.finished:
@@ -163,8 +206,16 @@ def wind_up(before: State, after: State) -> tuple[Command, ...]:
         if migration.arrived:
             told.append(show_migration(migration))
         else:
-            text = f"the way to epoch {migration.epoch} ends with a loss"
+            text = f"training was disturbed before anybody said that epoch {migration.epoch} was reached"
             if migration.leaving:
                 text += f": {describe_workers(migration.leaving)} may get work again, drain them anew"
             told.append(Note(text=text, warning=bool(migration.leaving)))
+    if migration is not None and not migration.arrived:
+        if after.roster.finished:
+            why = "training is done, and they end with it"
+        elif isinstance(after, Settling):
+            why = "training was disturbed on the way, drain them anew when it runs"
+        else:
+            why = "the job is ending"
+        told.extend(_not_drained(migration, why))
     return tuple(told)

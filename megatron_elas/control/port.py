@@ -8,6 +8,7 @@ from megatron_elas.control.link import ControlLink
 from megatron_elas.control.messages import (
     CopyDiffered,
     Crashed,
+    Declined,
     Drained,
     Failed,
     Finished,
@@ -94,6 +95,10 @@ class LinkPort:
         is told to stop or the next epoch is announced.
         """
         self._link.send(Drained(worker=self._worker))
+
+    def declined(self, epoch: int, sentence: str) -> None:
+        """This worker cannot go over to the plan of that epoch. It must not have said that it is ready for it."""
+        self._link.send(Declined(worker=self._worker, epoch=epoch, sentence=sentence))
 
     def finished(self) -> None:
         """Training has reached its end."""

@@ -41,7 +41,8 @@ FENCED = frozenset({LossReason.SILENT, LossReason.UNREACHABLE})
 def lose(state: Training, losses: Sequence[WorkerLost], now: float) -> Step:
     """Start a new epoch without these workers; all of them survivors until now."""
     losses = [replace(loss, detail=state.roster.explain(loss.worker, loss.detail)) for loss in losses]
-    roster = replace(state.roster, lost={**state.roster.lost, **{loss.worker: loss for loss in losses}})
+    roster = migrating.cut_short(state)
+    roster = replace(roster, lost={**roster.lost, **{loss.worker: loss for loss in losses}})
     fences = _fence(roster, losses)
     notes = (
         *(Note(text=f"worker {loss.worker} is lost: {loss.reason}, {loss.detail}", warning=True) for loss in losses),

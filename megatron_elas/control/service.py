@@ -104,7 +104,7 @@ LAST_WORDS_S = 1.0
 """A dead worker's link normally ends at once; a process that inherited it can hold it open."""
 
 ChangeRequest = DrainRequest | RebalanceRequest
-"""Of tools, answered when there is a plan."""
+"""Of tools, answered when there is a plan, or when it has been gone over to."""
 NOT_OF_WORKERS = (
     Hello
     | HelloAgain
@@ -560,7 +560,7 @@ class ControlService:
         await connection.send(encode(msgspec.structs.replace(answer, run_id=self._welcome.run_id)))
 
     async def _change(self, request: ChangeRequest) -> Answer:
-        """Have another plan made; the answer comes with it."""
+        """Have another plan made; the answer comes with it, or when who leaves is let go."""
         number = time.time_ns()  # one that was asked of an earlier controller is another one
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer

@@ -58,7 +58,10 @@ class Roster:
     crashes: Mapping[int, Crashed] = field(default_factory=dict)
     """Of the workers that said which error they end because of."""
     settled_down: bool = False
-    """A migration did not stand its checks: none is begun any more unless somebody asks for it."""
+    """A migration did not stand its checks, a worker declined one, or workers were lost on the way twice: none is begun
+    any more unless somebody asks for it."""
+    cut_short: int = 0
+    """How many migrations ended with a loss before anybody had gone over."""
     scripted: int = 0
     """How many of ``Launch.rebalances`` were ordered."""
 
@@ -145,6 +148,8 @@ class Migration:
     plan_s: float
     leaving: tuple[int, ...] = ()
     """Workers that are drained by it, ascending."""
+    request: int | None = None
+    """Of the tool that waits until they are let go; None: nobody waits."""
     reports: Mapping[int, MigrationReport] = field(default_factory=dict)
     """The first one proves that all are there."""
 
@@ -176,6 +181,8 @@ class Running:
     one."""
     search: Search | None = None
     migration: Migration | None = None
+    declined: int = -1
+    """Newest epoch of a plan that a worker would not go over to; -1: none. It is not given to another one."""
 
     @property
     def epoch(self) -> int:
@@ -190,7 +197,7 @@ class Running:
     @property
     def next_epoch(self) -> int:
         """The next one to begin. That of a migration is taken, whether or not anybody has come to it."""
-        return max(self.epochs) + 1
+        return max(*self.epochs, self.declined) + 1
 
     @property
     def migrate(self) -> Migrate:

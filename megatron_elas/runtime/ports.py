@@ -247,6 +247,11 @@ class Control(Protocol):
         seat in a later epoch.
         """
 
+    def declined(self, epoch: int, sentence: str) -> None:
+        """This worker cannot go over to the plan of that epoch, and has not voted for the switch to it: the migration
+        is dropped, and no further one is begun unasked. Training goes on as it does.
+        """
+
     def finished(self) -> None:
         """Training has reached its end."""
 

@@ -69,15 +69,21 @@ def test_a_worker_is_drained(
     served: Served, ended: queue.Queue[tuple[int, int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with joined(served, JOB) as members:
-        assert elas.main(["drain", "3", "--controller", served.address]) == 0
-        assert "worker 3 will leave; going over to epoch 1: stage 0: [0] [1] | stage 1: [2]" in capsys.readouterr().out
+        code: queue.Queue[int] = queue.Queue()
+        asking = threading.Thread(target=lambda: code.put(elas.main(["drain", "3", "--controller", served.address])))
+        asking.start()
         for member in members:
             wait_until(lambda member=member: port_of(member).migration is not None)
             assert port_of(member).migration.plan.placement.find_seat(3) is None
         port_of(members[3]).drained()
         assert elas.main(["drain", "2", "--controller", served.address]) == 2
         assert "is going over to epoch 1: ask again" in capsys.readouterr().err
+        assert code.empty(), "it has not left"
         go_over(members[:3], 1)
+        assert code.get(timeout=WAIT_S) == 0
+        asking.join()
+        text = "worker 3 handed over everything; epoch 1 is in force: stage 0: [0] [1] | stage 1: [2]"
+        assert text in capsys.readouterr().out
         assert ended.get(timeout=WAIT_S) == (3, ExitCode.FINISHED)
         block = served.shown.get(timeout=WAIT_S)
         assert isinstance(block, ShowMigration) and block.facts["drained"] == [3]

@@ -19,6 +19,7 @@ from megatron_elas.control.journal import BadJournal, Journal, is_new, matters, 
 from megatron_elas.control.launch import Launch
 from megatron_elas.control.messages import (
     AgentHello,
+    Declined,
     Finished,
     HelloAgain,
     KillWorker,
@@ -172,7 +173,8 @@ def without_times(state: State) -> tuple[object, ...]:
     common = (type(state), lost, roster.finished, roster.exited, roster.crashes)
     match state:
         case Running(plan=plan, search=search, migration=migration):
-            return (*common, plan, search, migration, roster.drained, roster.scripted)
+            change = (plan, search, migration, state.declined, roster.settled_down)
+            return (*common, *change, roster.drained, roster.scripted)
         case Settling(epoch=epoch, reports=reports, plan=plan):
             return (*common, epoch, reports, plan)
         case Resuming(plan=plan, settlement=settlement, reports=reports):
@@ -294,6 +296,19 @@ def test_a_plan_to_go_over_to_that_was_on_its_way_is_asked_for_again(moving: Jou
     assert len(told(moving.commands, Migrate)) == 1
     moving.restart()
     assert len(told(moving.commands, Migrate)) == 1 and moving.state.migration is not None
+
+
+def test_a_declined_plan_stays_declined(moving: Journaled) -> None:
+    moving.improver = shifted
+    moving.restart()
+    moving.send(Declined(worker=1, epoch=1, sentence="no memory for layer 3"))
+    assert isinstance(moving.state, Running) and moving.state.declined == 1
+    moving.restart()
+    assert isinstance(moving.state, Running) and moving.state.migration is None
+    assert (moving.state.next_epoch, moving.state.roster.settled_down) == (2, True)
+    assert catch_up_worker(moving.state, again(2)) == ()
+    moving.send(Declined(worker=1, epoch=1, sentence="no memory for layer 3"))
+    assert len(told(moving.commands, Migrate)) == 1
 
 
 def test_a_worker_that_missed_the_order_to_go_over_gets_it_until_somebody_has(moving: Journaled) -> None:

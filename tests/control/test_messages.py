@@ -40,6 +40,7 @@ EXAMPLES: list[Message] = [
     make_hello(3, JOB),
     messages.HelloAgain(hello=make_hello(3, JOB), epoch=2, plan_epoch=1, finished=False),
     messages.Heartbeat(worker=1, epoch=2, step=3),
+    messages.Declined(worker=1, epoch=2, sentence="no memory for layer 3"),
     messages.Measured(
         report=StepReport(
             worker=1,

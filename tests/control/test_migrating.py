@@ -17,8 +17,9 @@ from megatron_elas.control.commands import (
     ShowRecovery,
     TellAgent,
 )
-from megatron_elas.control.events import AgentLost, ChangeAsked, PlanImproved, PlanKept, WorkerSilent
+from megatron_elas.control.events import AgentLost, ChangeAsked, Event, PlanImproved, PlanKept, WorkerSilent
 from megatron_elas.control.messages import (
+    Declined,
     Drained,
     Finished,
     KillWorker,
@@ -285,6 +286,72 @@ def test_a_worker_that_finishes_before_it_reports_is_not_waited_for(moving: Dire
     assert block.facts["reported"] == [0, 1, 2, 3] and running_of(moving).migration is None
 
 
+def decline(director: Director, epoch: int, worker: int = 1) -> list[Command]:
+    return director.send(Declined(worker=worker, epoch=epoch, sentence="no memory for layer 3"))
+
+
+def test_a_plan_that_a_worker_cannot_go_over_to_is_dropped_and_training_goes_on(moving: Director) -> None:
+    before = running_of(moving).plan
+    [note] = decline(moving, 2)
+    assert isinstance(note, Note) and note.warning and "worker 1 cannot go over to epoch 2: no memory" in note.text
+    state = running_of(moving)
+    assert (state.plan, state.migration, state.epochs) == (before, None, frozenset({1}))
+    assert not decline(moving, 2, worker=3)[0].warning and moving.state == state, "a second one says nothing new"
+    moving.migrate(2, [0])
+    assert moving.state == state
+
+
+def test_the_epoch_of_a_declined_plan_is_not_given_again(moving: Director) -> None:
+    decline(moving, 2)
+    moving.send(ChangeAsked(layers=(4, 2), request=7))
+    assert running_of(moving).migration.epoch == 3, "whoever asks is heard"
+    decline(moving, 3)
+    assert isinstance(moving.send(exited(4)), list) and moving.state.epoch == 4
+    assert set(moving.state.outage.plans) == {1}, "nobody has gone over to the others"
+    moving.settle(4, (0, 1, 2, 3), moving.state.outage.base)
+    moving.recover(4, (0, 1, 2, 3))
+    assert running_of(moving).search is None and running_of(moving).migration is None, "none is begun unasked any more"
+
+
+@pytest.mark.parametrize(("worker", "epoch"), [(5, 2), (1, 1), (1, 3)])
+def test_strangers_and_other_epochs_decline_nothing(moving: Director, worker: int, epoch: int) -> None:
+    state = moving.state
+    decline(moving, epoch, worker)
+    assert moving.state == state
+
+
+def test_nobody_declines_what_all_have_gone_over_to(moving: Director) -> None:
+    moving.migrate(2, [0])
+    state = moving.state
+    decline(moving, 2)
+    assert moving.state == state
+
+
+def test_after_two_losses_on_the_way_none_is_begun_unasked() -> None:
+    director = Director(make_job(pipeline=2, data=4, layers=(3, 3), migration="async")).start()
+    director.improver = shifted
+    recover_from(director, 7)
+    for worker, under_way in ((3, True), (6, False)):
+        state = running_of(director)
+        assert state.migration is not None
+        recover_from(director, worker)
+        assert (running_of(director).migration is not None) == under_way
+    assert director.state.roster.settled_down and director.state.roster.cut_short == 2
+    director.send(ChangeAsked(request=7))
+    assert running_of(director).migration is not None
+
+
+def test_losses_after_the_first_report_are_none_on_the_way() -> None:
+    director = Director(make_job(pipeline=2, data=4, layers=(3, 3), migration="async")).start()
+    director.improver = shifted
+    recover_from(director, 7)
+    for worker in (3, 6):
+        migration = running_of(director).migration
+        director.migrate(migration.epoch, [0])
+        recover_from(director, worker)
+    assert director.state.roster.cut_short == 0
+
+
 # ---------------------------------------------------------------- workers that leave
 
 
@@ -297,9 +364,37 @@ def leaving() -> Director:
     return director
 
 
-def test_a_drain_is_answered_when_there_is_a_plan(leaving: Director) -> None:
-    [answer] = of(leaving.commands, Reply)
-    assert (answer.request, answer.ok) == (7, True) and answer.text.startswith("worker 2 will leave; going over to")
+def answer_in(commands: list[Command]) -> tuple[int, bool, str]:
+    [answer] = of(commands, Reply)
+    return answer.request, answer.ok, answer.text
+
+
+def test_a_drain_is_answered_when_the_worker_is_let_go(leaving: Director) -> None:
+    assert not of(leaving.send(Drained(worker=2)), Reply)
+    request, ok, text = answer_in(leaving.migrate(1, [0]))
+    assert (request, ok) == (7, True) and text.startswith("worker 2 handed over everything; epoch 1 is in force")
+    assert not of(leaving.migrate(1, [1, 3, 4, 5]), Reply)
+    assert not of(leaving.send(exited(5)), Reply)
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        (exited(5), "training was disturbed on the way, drain them anew"),
+        (exited(2), "training was disturbed on the way, drain them anew"),
+        (Unverified(worker=0, epoch=1, check="cast", step=9, sentence="x"), "training was disturbed on the way"),
+        (LeaveOut(worker=0, epoch=0, culprit=0, detail="could not save"), "training was disturbed on the way"),
+        (Declined(worker=0, epoch=1, sentence="no memory"), "worker 0 cannot take part (no memory)"),
+        (Finished(worker=0), "training is done"),
+        (Terminate(signum=15), "the job is ending"),
+    ],
+)
+def test_a_drain_that_comes_to_nothing_is_answered_with_no(leaving: Director, event: Event, why: str) -> None:
+    request, ok, text = answer_in(leaving.send(event))
+    assert (request, ok) == (7, False) and text.startswith(f"worker 2 did not leave: {why}")
+
+
+def test_all_with_a_seat_hear_of_a_drain(leaving: Director) -> None:
     [(workers, order)] = told(leaving.commands, Migrate)
     assert workers == WORKERS and order.addresses.keys() == set(WORKERS)
     assert order.plan.placement.spares == (2,), "it is no stranger until it leaves"
@@ -357,6 +452,41 @@ def test_a_loss_on_the_way_gives_it_its_seat_back(leaving: Director) -> None:
     assert any("drain them anew" in note.text for note in of(commands, Note))
     leaving.settle(2, (0, 1, 2, 3, 4), leaving.state.outage.base)
     assert isinstance(leaving.state, Resuming) and 2 in leaving.state.plan.placement.workers
+
+
+def drain_like_torchft(*workers: int) -> Director:
+    """All go over to a plan without the workers, in which the rest of their replica has no seat either."""
+    director = Director(make_job(pipeline=2, data=2, layers=(3, 3), migration="async")).start()
+    director.improver = lambda order: improve_plan(order, policy="torchft")
+    director.send(ChangeAsked(drained=workers, request=7))
+    return director
+
+
+@pytest.mark.parametrize("worker", [0, 1, 2, 3])
+def test_the_rest_of_a_replica_that_a_policy_leaves_out_stays_as_a_spare(worker: int) -> None:
+    mate = (worker + 2) % 4
+    director = drain_like_torchft(worker)
+    [(workers, order)] = told(director.commands, Migrate)
+    assert workers == (0, 1, 2, 3) and order.plan.placement.spares == tuple(sorted((worker, mate)))
+    seated = order.plan.placement.workers
+    director.send(Drained(worker=worker), Drained(worker=mate))
+    [(gone, _)] = told(director.migrate(1, seated), Stop)
+    state = running_of(director)
+    assert gone == (worker,) and state.migration is None
+    assert state.plan.placement.spares == (mate,) and mate in state.roster.survivors
+
+
+def test_a_spare_of_a_drain_is_let_go_when_training_is_done_and_its_end_before_is_a_loss() -> None:
+    director = drain_like_torchft(0)
+    seated = director.state.migration.target.placement.workers
+    director.migrate(1, seated)
+    assert told(director.send(*(Finished(worker=worker) for worker in seated)), Stop)[0][0] == (2,)
+    director = drain_like_torchft(0)
+    director.migrate(1, seated)
+    director.send(exited(2))
+    assert isinstance(director.state, Settling) and set(director.state.roster.lost) == {2}
+    director.settle(2, seated, director.state.outage.base)
+    assert isinstance(director.state, Resuming) and director.state.plan.placement.workers == seated
 
 
 def test_after_the_drain_a_loss_is_recovered_from_without_it(leaving: Director) -> None:
@@ -446,7 +576,7 @@ def test_one_change_at_a_time(director: Director) -> None:
     assert "another change is being planned" in problem_of(director, drained=(3,))
 
 
-@pytest.mark.parametrize("layers", [(6,), (2, 2, 2), (3, 4), (0, 0)])
+@pytest.mark.parametrize("layers", [(6,), (2, 2, 2), (3, 4), (0, 0), (6, 0), (7, -1)])
 def test_layers_that_do_not_fit_the_model(director: Director, layers: tuple[int, ...]) -> None:
     assert "do not fit 2 stages with 6 layers in all, which are 3,3 now" in problem_of(director, layers=layers)
 

@@ -115,7 +115,8 @@ def test_a_worker_is_lost_while_one_is_drained(
     fault = f"kill:worker={killed}@step=2,phase={phase}"
     run = GRID.run(tmp_path / "run", warm, "2 drain 3", faults=[fault])
     assert run.fired == [fault] and run.code == 0, run.output[-8000:]
-    assert set(run.records("final")) in ({0, 1, 2, 3} - {killed}, {0, 1})
+    finished = set(run.records("final"))
+    assert finished == {0, 1, 2, 3} - {killed} or (killed == 2 and finished == {0, 1})
     assert_same_training(run, undisturbed(GRID))
     assert_nothing_stale(run)
 
@@ -164,7 +165,7 @@ def test_the_command_drains_a_worker_of_a_running_job(
     run = job.run(folder, warm, environ={"TMPDIR": str(temporary)})
     thread.join()
     assert told["drained"].returncode == 0, told["drained"].stderr
-    assert "worker 3 will leave" in told["drained"].stdout
+    assert "worker 3 handed over everything" in told["drained"].stdout
     for name, says in (("stranger", "worker 7 is not one of 0 to 3"), ("again", "worker 3 was drained already")):
         assert told[name].returncode == 2 and says in told[name].stderr, (name, told[name])
     assert "drained" in told["status"].stdout, told["status"]

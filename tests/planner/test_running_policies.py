@@ -93,3 +93,13 @@ def test_ours_is_ahead_of_all_others_after_its_migration(lost: set[int]) -> None
         better = improve(JOB, plan, 2, alone(JOB), COSTS, policy=policy) or plan  # type: ignore[arg-type]
         steps[policy] = predict_step_s(JOB, better, COSTS)
     assert steps["ours"] == min(steps.values())
+
+
+@pytest.mark.parametrize("worker", [0, 4, 11])
+def test_torchft_drains_a_worker_with_its_replica(worker: int) -> None:
+    plan = initial_plan(JOB, {})
+    target = improve(JOB, plan, 1, alone(JOB), COSTS, drained=(worker,), policy="torchft")
+    assert target is not None and target.layers == plan.layers
+    replica = {mate for mate in range(12) if mate % 3 == worker % 3}
+    assert set(target.placement.workers) == set(range(12)) - replica
+    assert set(target.placement.spares) == replica - {worker}
