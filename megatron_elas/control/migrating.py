@@ -138,7 +138,9 @@ def _take(state: Running, migration: Migration) -> tuple[Running, tuple[Command,
     text = f"epoch {plan.epoch} is in force: {plan.placement.describe()}"
     if not migration.leaving:
         return taken, (Note(text=text),)
-    answer = _answer(migration.request, f"{describe_workers(migration.leaving)} handed over everything; {text}", ok=True)
+    answer = _answer(
+        migration.request, f"{describe_workers(migration.leaving)} handed over everything; {text}", ok=True
+    )
     return taken, (*((Tell(workers=gone, message=FAREWELL),) if gone else ()), answer)
 
 
