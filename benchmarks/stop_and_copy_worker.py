@@ -26,7 +26,7 @@ def copy_everything() -> None:
     def from_backups(**fields: Any) -> Any:
         plan = fields["base_plan"]
         holders = {owner: plan.backups_of(owner)[0] for owner in plan.placement.workers}
-        return restoring_of(**{**fields, "holders": holders})
+        return restoring_of(**{**fields, "holders": holders, "moves": None})
 
     remap.keeps_shard = restoring.keeps_shard = keeps_nothing
     executor.Restoring = from_backups  # type: ignore[assignment,misc]
