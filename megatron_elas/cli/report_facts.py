@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_elas.control.migration_block import describe_layers, describe_workers
+from megatron_elas.control.migration_block import describe_workers
 from megatron_elas.control.step_log import STEPS_FILE
 from megatron_elas.control.trace_log import TRACES_FILE
 from megatron_elas.spec.errors import BadUsage
+from megatron_elas.spec.layout import describe_layers
 from megatron_elas.spec.migration import MIGRATION_PHASES
 from megatron_elas.spec.report import PHASES
 from megatron_elas.spec.step_report import StepReport, read_step_reports

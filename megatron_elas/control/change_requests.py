@@ -20,13 +20,14 @@ def find_problem(state: State, change: ChangeAsked) -> str | None:
             return "the job is ending"
         case Running():
             return (
-                _find_obstacle(state)
+                _find_ban(state)
                 or _find_bad_worker(state, change.drained)
                 or _find_bad_layers(state.plan, change.layers)
+                or _find_change(state)
             )
 
 
-def _find_obstacle(state: Running) -> str | None:
+def _find_ban(state: Running) -> str | None:
     job = state.roster.job
     if state.roster.finished:
         return "training is done"
@@ -35,6 +36,11 @@ def _find_obstacle(state: Running) -> str | None:
             "--elastic-migration off leaves layers where they are, so nobody can go over to another plan: start the "
             "job with --elastic-migration async or blocking"
         )
+    return None
+
+
+def _find_change(state: Running) -> str | None:
+    """That is under way already."""
     if state.migration is not None:
         return f"the job is going over to epoch {state.migration.epoch}: ask again when it has, see elas status"
     if state.search is not None and state.search.asked:

@@ -71,6 +71,8 @@ class PlanImproved:
     search: Search
     plan: ElasticPlan
     seconds: float
+    in_force_s: float | None = None
+    """What a step takes under the plan in force, by the costs that this one's ``predicted_s`` is of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,8 @@ class ChangeAsked:
     """Transformer layers that every stage is to have."""
     request: int | None = None
     """Of the tool; None: the next line of the script."""
+    wait: bool = True
+    """Whether the tool waits until those who are to leave are let go, not only for a plan."""
 
 
 @dataclass(frozen=True, slots=True)

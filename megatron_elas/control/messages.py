@@ -436,6 +436,8 @@ class DrainRequest(Message, kw_only=True):
 
     version: int = PROTOCOL_VERSION
     workers: tuple[int, ...]
+    wait: bool = True
+    """False: the answer comes as soon as there is a plan, or none."""
 
 
 class RebalanceRequest(Message, kw_only=True):

@@ -15,7 +15,7 @@ from megatron_elas.control.commands import Command, ImprovePlan, Note, Reply, Te
 from megatron_elas.control.ending import Step
 from megatron_elas.control.events import ChangeAsked, PlanImproved, PlanKept
 from megatron_elas.control.messages import Declined, Drained, Stop
-from megatron_elas.control.migration_block import describe_workers, show_migration
+from megatron_elas.control.migration_block import describe_forecast, describe_workers, show_migration
 from megatron_elas.control.states import Migration, Roster, Running, Search, Settling, State
 from megatron_elas.spec.errors import ExitCode
 from megatron_elas.spec.migration import MigrationReport
@@ -57,6 +57,7 @@ def change_asked(state: State, event: ChangeAsked) -> Step:
         drained=tuple(sorted(set(event.drained))),
         layers=event.layers,
         request=event.request,
+        wait=event.wait,
     )
     state = replace(state, search=search)
     return state, (ask_planner(state),)
@@ -74,15 +75,17 @@ def improved(state: Running, event: PlanImproved) -> Step:
         before=state.plan,
         target=replace(target, placement=placement),
         plan_s=event.seconds,
+        in_force_s=event.in_force_s,
         leaving=search.drained,
-        request=search.request if search.drained else None,
+        request=search.request if search.drained and search.wait else None,
     )
     state = replace(state, search=None, migration=migration)
     orders = Tell(workers=tuple(sorted(state.plan.placement.workers)), message=state.migrate)
-    text = f"going over to epoch {target.epoch}: {target.placement.describe()}"
-    if search.drained:  # whoever asked for it is answered when they leave
-        return state, (orders, Note(text=f"{describe_workers(search.drained)} will leave; {text}"))
-    return state, (orders, _answer(search.request, text, ok=True))
+    text = f"going over to epoch {target.epoch}: {target.describe()}{describe_forecast(migration)}"
+    if search.drained:
+        text = f"{describe_workers(search.drained)} will leave; {text}"
+    answer = Note(text=text) if migration.request is not None else _answer(search.request, text, ok=True)
+    return state, (orders, answer)
 
 
 def kept(state: Running, event: PlanKept) -> Step:
@@ -135,18 +138,19 @@ def _take(state: Running, migration: Migration) -> tuple[Running, tuple[Command,
     gone = tuple(worker for worker in migration.leaving if worker in state.roster.survivors)
     roster = replace(state.roster, drained=state.roster.drained | set(gone))
     taken = replace(state, roster=roster, plan=plan)
-    text = f"epoch {plan.epoch} is in force: {plan.placement.describe()}"
-    if not migration.leaving:
-        return taken, (Note(text=text),)
-    answer = _answer(
-        migration.request, f"{describe_workers(migration.leaving)} handed over everything; {text}", ok=True
-    )
+    text = f"epoch {plan.epoch} is in force: {plan.describe()}"
+    if migration.leaving:
+        text = f"{describe_workers(migration.leaving)} handed over everything; {text}"
+    answered = state.roster.finished  # when training was done
+    answer = _answer(None if answered else migration.request, text, ok=True)
     return taken, (*((Tell(workers=gone, message=FAREWELL),) if gone else ()), answer)
 
 
-def _not_drained(migration: Migration, why: str) -> tuple[Command, ...]:
-    """The answer to whoever waits until workers leave that do not."""
-    if migration.request is None:
+def _not_drained(before: Running, why: str) -> tuple[Command, ...]:
+    """The answer to whoever waits until workers leave that do not; none where it was answered already."""
+    migration = before.migration
+    assert migration is not None
+    if migration.request is None or before.roster.finished:
         return ()
     text = f"{describe_workers(migration.leaving)} did not leave: {why}, see elas status"
     return (_answer(migration.request, text),)
@@ -181,7 +185,7 @@ def declined(state: Running, event: Declined) -> Step:
     )
     stays = replace(state, roster=roster, migration=None, declined=migration.epoch)
     why = f"worker {event.worker} cannot take part ({event.sentence})"
-    return stays, (Note(text=text, warning=True), *_not_drained(migration, why))
+    return stays, (Note(text=text, warning=True), *_not_drained(state, why))
 
 
 def cut_short(state: State) -> Roster:
@@ -219,5 +223,5 @@ def wind_up(before: State, after: State) -> tuple[Command, ...]:
             why = "training was disturbed on the way, drain them anew when it runs"
         else:
             why = "the job is ending"
-        told.extend(_not_drained(migration, why))
+        told.extend(_not_drained(before, why))
     return tuple(told)

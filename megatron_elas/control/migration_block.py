@@ -12,6 +12,8 @@ from itertools import groupby
 from megatron_elas.control.commands import ShowMigration
 from megatron_elas.control.recovery_block import RULE, TENTHS_PER_S, format_table
 from megatron_elas.control.states import Migration
+from megatron_elas.control.step_meter import format_time
+from megatron_elas.spec.layout import describe_layers
 from megatron_elas.spec.migration import MIGRATION_PHASES, MigrationReport
 from megatron_elas.spec.plan import ElasticPlan
 
@@ -73,12 +75,13 @@ def show_migration(migration: Migration) -> ShowMigration:
         [
             f"---- migrated: epoch {after.epoch} " + "-" * 60,
             *([f"drained  {describe_workers(migration.leaving)}"] if migration.leaving else []),
-            f"before   {before.placement.describe()}",
-            f"now      {after.placement.describe()}",
+            f"before   {before.describe()}",
+            f"now      {after.describe()}",
             f"moved    {', '.join(map(_describe_move, moves)) or 'no layer to another stage'}",
+            *([f"chosen   {forecast.removeprefix(', ')}"] if (forecast := describe_forecast(migration)) else []),
             f"beside   {streamed / 1e6:.1f} MB of state and {gradients / 1e6:.1f} MB of gradients in {streamed_steps} "
-            f"steps, their exchanges {hand_over_s * 1e3:.1f} ms longer",
-            f"switched before step {slowest.step}, blocked {lengths['total']:.1f} ms, {moved / 1e6:.1f} MB moved, "
+            f"step{'s' * (streamed_steps != 1)}, their exchanges {hand_over_s * 1e3:.1f} ms longer",
+            f"switched before step {slowest.step}, blocked {lengths['total']:.1f} ms, {moved / 1e6:.1f} MB moved then, "
             f"verified in {verify_s * 1e3:.1f} ms of that step",
             *format_table(lengths, slowest.worker),
             RULE,
@@ -110,9 +113,12 @@ def describe_workers(workers: Sequence[int]) -> str:
     return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"
 
 
-def describe_layers(start: int, stop: int) -> str:
-    """``layer 3``, ``layers 3-5``."""
-    return f"layer {start}" if stop == start + 1 else f"layers {start}-{stop - 1}"
+def describe_forecast(migration: Migration) -> str:
+    """What is predicted for both plans, by the same costs; empty where nothing is."""
+    now, before = migration.target.predicted_s, migration.in_force_s
+    if now is None or before is None:
+        return ""
+    return f", a step of {format_time(now)} predicted, and {format_time(before)} for the plan before by the same costs"
 
 
 def _describe_move(move: Move) -> str:

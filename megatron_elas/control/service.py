@@ -91,7 +91,7 @@ from megatron_elas.control.tools import check_injection, describe
 from megatron_elas.control.wire import BACKLOG, OPEN_TIMEOUT_S, OPTIONS, PROTOCOL_VIOLATION, Gate, detect_dead_peers
 from megatron_elas.planner.improve import improve
 from megatron_elas.planner.job_costs import JobCosts
-from megatron_elas.planner.plan import initial_plan, replan
+from megatron_elas.planner.plan import initial_plan, predict_step_s, replan
 from megatron_elas.proof import NotAMember
 from megatron_elas.spec.errors import ElasticError, ExitCode
 from megatron_elas.spec.policy import RunningPolicy
@@ -153,6 +153,7 @@ def improve_plan(
         plan = improve(
             command.job, command.plan, search.epoch, command.domains, costs, search.drained, policy, search.layers
         )
+        in_force_s = None if plan is None or costs is None else predict_step_s(command.job, command.plan, costs)
     except ElasticError as error:
         return PlanKept(search=search, sentence=str(error), failed=True)
     except Exception as error:
@@ -161,7 +162,7 @@ def improve_plan(
         return PlanKept(search=search, sentence=f"{sentence}, see the output of elasrun on node 0", failed=True)
     if plan is None:
         return PlanKept(search=search, sentence="no plan was found whose steps are shorter by enough: layers stay")
-    return PlanImproved(search=search, plan=plan, seconds=time.perf_counter() - began_s)
+    return PlanImproved(search=search, plan=plan, seconds=time.perf_counter() - began_s, in_force_s=in_force_s)
 
 
 class ControlService:
@@ -566,8 +567,8 @@ class ControlService:
         self._asked[number] = answer
         try:
             match request:
-                case DrainRequest(workers=workers):
-                    self.apply(ChangeAsked(drained=workers, request=number))
+                case DrainRequest(workers=workers, wait=wait):
+                    self.apply(ChangeAsked(drained=workers, request=number, wait=wait))
                 case RebalanceRequest(layers=layers):
                     self.apply(ChangeAsked(layers=layers, request=number))
             return await answer

@@ -131,6 +131,8 @@ class Search:
     """Transformer layers that every stage is to have; None: as the planner likes."""
     request: int | None = None
     """Of the tool that waits for the answer; None: nobody waits."""
+    wait: bool = True
+    """Whether it waits until those who are drained are let go, not only for a plan."""
 
     @property
     def asked(self) -> bool:
@@ -146,6 +148,8 @@ class Migration:
     target: ElasticPlan
     """Those who leave are spares in it."""
     plan_s: float
+    in_force_s: float | None = None
+    """What a step takes under ``before``, by the costs that the target's ``predicted_s`` is of."""
     leaving: tuple[int, ...] = ()
     """Workers that are drained by it, ascending."""
     request: int | None = None

@@ -48,11 +48,11 @@ def _headline(state: State) -> str:
         case Gathering():
             return f"gathering: {len(roster.hellos)} of {roster.launch.world_size} workers joined"
         case Running(plan=plan):
-            return f"running, epoch {plan.epoch}: {plan.placement.describe()}{_describe_change(state)}"
+            return f"running, epoch {plan.epoch}: {plan.describe()}{_describe_change(state)}"
         case Settling():
             return f"settling, epoch {state.epoch}: {len(state.reports)} of {len(roster.survivors)} survivors settled"
         case Resuming(plan=plan):
-            return f"resuming, epoch {plan.epoch}: {plan.placement.describe()}"
+            return f"resuming, epoch {plan.epoch}: {plan.describe()}"
         case Stopping() | Ended():
             return f"{type(state).__name__.lower()} with exit code {state.exit_code} {state.sentence}".rstrip()
 
@@ -61,11 +61,10 @@ def _describe_change(state: Running) -> str:
     """What is planned or under way while training goes on."""
     search, migration = state.search, state.migration
     if migration is not None:
-        target, layers = migration.target, migration.target.layers
-        there = f"{len(migration.reports)} of {len(target.placement.workers)} workers are there"
+        target = migration.target
+        there = f"{len(migration.reports)} of {len(target.placement.workers)} workers have gone over"
         leaving = f", {describe_workers(migration.leaving)} will leave" if migration.leaving else ""
-        counts = ",".join(str(stop - start) for start, stop in layers)
-        return f"\ngoing over to epoch {target.epoch}: {target.placement.describe()}, layers {counts}; {there}{leaving}"
+        return f"\ngoing over to epoch {target.epoch}: {target.describe()}; {there}{leaving}"
     if search is None:
         return ""
     purpose = "a better plan is looked for" if search.layers is None else "a plan with the layers asked for is made"

@@ -9,7 +9,7 @@ stage, wherever workers have moved.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_elas.spec.job import JobSpec
@@ -132,10 +132,20 @@ class Placement:
             stages.append(tuple(kept))
         return Placement(stages=tuple(stages), spares=tuple(sorted(spares)))
 
-    def describe(self) -> str:
-        """One line for logs: ``stage 0: [0] [1] | stage 1: [3]``."""
+    def describe(self, layers: Sequence[tuple[int, int]] = ()) -> str:
+        """One line for logs: ``stage 0: [0] [1] | stage 1: [3]``; with the layers ``[start, stop)`` of every stage
+        ``stage 0 (layers 0-2): [0] [1] | stage 1 (layer 3): [3]``.
+        """
+        names = [f"stage {stage}" for stage in range(len(self.stages))]
+        if layers:
+            names = [f"{name} ({describe_layers(*own)})" for name, own in zip(names, layers, strict=True)]
         text = " | ".join(
-            f"stage {s}: " + " ".join("[" + ",".join(map(str, cell.workers)) + "]" for cell in stage)
-            for s, stage in enumerate(self.stages)
+            f"{name}: " + " ".join("[" + ",".join(map(str, cell.workers)) + "]" for cell in stage)
+            for name, stage in zip(names, self.stages, strict=True)
         )
         return text + (f" | spare: {','.join(map(str, self.spares))}" if self.spares else "")
+
+
+def describe_layers(start: int, stop: int) -> str:
+    """``layer 3``, ``layers 3-5``."""
+    return f"layer {start}" if stop == start + 1 else f"layers {start}-{stop - 1}"

@@ -53,6 +53,10 @@ class ElasticPlan:
     over_memory: bool = False
     """By these costs the plan does not fit the devices' memory, and no other one was found that does."""
 
+    def describe(self) -> str:
+        """Who is where, and with which layers, in a line for people."""
+        return self.placement.describe(self.layers)
+
     def items_of(self, worker: int) -> CellItems:
         """What the worker's cell runs in one step."""
         seat = self.placement.seat(worker)

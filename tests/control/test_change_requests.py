@@ -82,7 +82,10 @@ def test_a_worker_is_drained(
         go_over(members[:3], 1)
         assert code.get(timeout=WAIT_S) == 0
         asking.join()
-        text = "worker 3 handed over everything; epoch 1 is in force: stage 0: [0] [1] | stage 1: [2]"
+        text = (
+            "worker 3 handed over everything; epoch 1 is in force: stage 0 (layers 0-3): [0] [1] | stage 1 (layers "
+            "4-5): [2]"
+        )
         assert text in capsys.readouterr().out
         assert ended.get(timeout=WAIT_S) == (3, ExitCode.FINISHED)
         block = served.shown.get(timeout=WAIT_S)

@@ -394,6 +394,19 @@ def test_a_drain_that_comes_to_nothing_is_answered_with_no(leaving: Director, ev
     assert (request, ok) == (7, False) and text.startswith(f"worker 2 did not leave: {why}")
 
 
+def test_who_does_not_wait_is_answered_when_there_is_a_plan() -> None:
+    director = Director(JOB).start()
+    director.improver = shifted
+    request, ok, text = answer_in(director.send(ChangeAsked(drained=(2,), request=7, wait=False)))
+    assert (request, ok) == (7, True) and text.startswith("worker 2 will leave; going over to epoch 1")
+    assert not of(director.migrate(1, [0]), Reply)
+
+
+def test_nobody_is_answered_twice(leaving: Director) -> None:
+    assert len(of(leaving.send(Finished(worker=0)), Reply)) == 1
+    assert not of(leaving.migrate(1, [1]), Reply)
+
+
 def test_all_with_a_seat_hear_of_a_drain(leaving: Director) -> None:
     [(workers, order)] = told(leaving.commands, Migrate)
     assert workers == WORKERS and order.addresses.keys() == set(WORKERS)
@@ -606,9 +619,10 @@ def status_of(director: Director) -> list[str]:
 
 def test_status_shows_a_plan_that_is_looked_for_the_way_to_it_and_who_has_left(leaving: Director) -> None:
     assert "going over to epoch 1" in status_of(leaving)[1]
-    assert "layers 4,2; 0 of 5 workers are there, worker 2 will leave" in status_of(leaving)[1]
+    told = "stage 1 (layers 4-5): [3] [4] [5] | spare: 2; 0 of 5 workers have gone over, worker 2 will leave"
+    assert status_of(leaving)[1].endswith(told)
     leaving.migrate(1, [0])
-    assert "1 of 5 workers are there" in status_of(leaving)[1]
+    assert "1 of 5 workers have gone over" in status_of(leaving)[1]
     assert "worker 2: drained, leaving" in status_of(leaving)
     leaving.send(exited(2, 0))
     assert "worker 2: drained" in status_of(leaving)

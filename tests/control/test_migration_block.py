@@ -33,11 +33,12 @@ REPORT = MigrationReport(
 
 
 def migration_of(*reports: MigrationReport, leaving: tuple[int, ...] = ()) -> Migration:
-    target = shift_layer(PLAN, 4, leaving)
+    target = replace(shift_layer(PLAN, 4, leaving), predicted_s=0.4)
     return Migration(
         before=PLAN,
         target=target,
         plan_s=0.5,
+        in_force_s=0.5,
         leaving=leaving,
         reports={report.worker: report for report in reports},
     )
@@ -49,11 +50,12 @@ def test_the_block_says_what_moved_and_what_it_took() -> None:
     assert block.text.splitlines() == [
         "---- migrated: epoch 4 " + "-" * 60,
         "drained  worker 5",
-        "before   stage 0: [0] [1] | stage 1: [2] [3] | stage 2: [4] [5]",
-        "now      stage 0: [0] [1] | stage 1: [2] [3] | stage 2: [4]",
+        "before   stage 0 (layers 0-3): [0] [1] | stage 1 (layers 4-6): [2] [3] | stage 2 (layers 7-9): [4] [5]",
+        "now      stage 0 (layers 0-4): [0] [1] | stage 1 (layers 5-6): [2] [3] | stage 2 (layers 7-9): [4]",
         "moved    layer 4 from stage 1 to 0",
+        "chosen   a step of 400.0 ms predicted, and 500.0 ms for the plan before by the same costs",
         "beside   4.0 MB of state and 1.0 MB of gradients in 3 steps, their exchanges 4.0 ms longer",
-        "switched before step 17, blocked 43.9 ms, 0.2 MB moved, verified in 6.1 ms of that step",
+        "switched before step 17, blocked 43.9 ms, 0.2 MB moved then, verified in 6.1 ms of that step",
         "ms       drain  assemble  groups  rebuild  gather  total",
         "           1.2       0.0     0.5     40.1     2.1   43.9  (worker 1, the slowest)",
         RULE,

@@ -38,7 +38,7 @@ def step_begins(attached: Any, step: int) -> None:
 
 def _read(what: str, words: list[str]) -> Request:
     if what == "drain":
-        return DrainRequest(workers=tuple(map(int, words)))
+        return DrainRequest(workers=tuple(map(int, words)), wait=False)  # without this worker no step ends
     assert what == "rebalance", what
     return RebalanceRequest(layers=tuple(map(int, words[0].split(","))) if words else None)
 

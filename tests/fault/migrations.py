@@ -82,7 +82,7 @@ class Job:
     def run(
         self,
         folder: Path,
-        warm: WarmLauncher,
+        warm: WarmLauncher | None,
         *asked: str,
         mode: str = "async",
         faults: Sequence[str] = (),
