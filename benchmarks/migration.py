@@ -41,7 +41,7 @@ from training_jobs import Grid, run_elastic
 
 from megatron_elas.spec.migration import MIGRATION_PHASES
 
-CASE = Case(grid=Grid(stages=4, rows=2), model="llama2-7b", hardware="npu-96", row_batches=8, size=1, hidden=64)
+CASE = Case(grid=Grid(stages=4, rows=2), model="llama2-7b", hardware="npu-96", row_batches=4, size=1, hidden=64)
 ASKED = 3
 """The step in which the migration is asked for."""
 MODES = ("async", "blocking", "stop-and-copy")
@@ -117,7 +117,7 @@ def migrate(case: Case, mode: str, count: int, folder: Path) -> Migrated:
     """A job in which so many layers move."""
     each = case.layers // case.grid.stages
     layers = f"{ASKED}:{each},{each - count},{each + count}" + f",{each}" * (case.grid.stages - 3)
-    steps = ASKED + count + 8
+    steps = ASKED + count + 6
     run = run_elastic(
         case.grid.workers,
         [*case.flags(steps), f"--elastic-migration={'async' if mode == 'async' else 'blocking'}"],
