@@ -156,5 +156,6 @@ def test_a_policy_is_measured_with_a_real_job(bench: Any, tmp_path: Path) -> Non
     found = throughput.measure_policy(case, "recycle", tmp_path, options)
     before, first, second = found.stretches
     assert [len(one.steps) for one in found.stretches] == [2, 3, 3]
-    assert 1.2 * before.step_s < first.step_s and 1.2 * before.step_s < second.step_s
+    # Of what was predicted, since how long steps take is also up to what else runs on the machine.
+    assert 1.2 * before.predicted_s < first.predicted_s <= second.predicted_s
     assert len(found.recovery_s) == 2
