@@ -14,6 +14,7 @@ Any end of the membership ends the migration, and the controller asks for anothe
 from __future__ import annotations
 
 import logging
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -31,6 +32,9 @@ from megatron_elas.spec.streams import Stream, plan_streams
 from megatron_elas.spec.transaction import Update
 
 logger = logging.getLogger(__name__)
+
+PREBUILD_S = 0.01
+"""Between two steps, for layers that are made ahead; one is made in any case."""
 
 
 class Migrating:
@@ -83,8 +87,10 @@ class Migrating:
         return self.streaming is not None
 
     def _prebuild(self, order: Migration) -> None:
+        began_s = time.monotonic()
         try:
-            self._prebuilt = self._host.prebuild(order.plan)
+            while not self._prebuilt and time.monotonic() < began_s + PREBUILD_S:
+                self._prebuilt = self._host.prebuild(order.plan)
         except Exception as error:  # nothing has changed yet, and training needs nothing of it
             self._host.forget_prebuilt()
             if self._stream_from is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 TOY = str(Path(__file__).parent / "data" / "toy_elastic_worker.py")
 FAST = ("--heartbeat-interval-s=0.05", "--heartbeat-timeout-s=0.5", "--settle-timeout-s=5", "--grace-s=1")
 
