@@ -157,5 +157,5 @@ def test_a_policy_is_measured_with_a_real_job(bench: Any, tmp_path: Path) -> Non
     before, first, second = found.stretches
     assert [len(one.steps) for one in found.stretches] == [2, 3, 3]
     # Of what was predicted, since how long steps take is also up to what else runs on the machine.
-    assert 1.2 * before.predicted_s < first.predicted_s <= second.predicted_s
+    assert 1.2 * before.predicted_s < min(first.predicted_s, second.predicted_s)
     assert len(found.recovery_s) == 2
