@@ -53,9 +53,12 @@ class Measured(SessionStandIn):
         self.turn = 0
         from megatron.core.distributed import DistributedDataParallel
 
+        from megatron_elas.host import layer_edit
         from megatron_elas.host.training import ModelFactory, OptimizerFactory
 
-        self._clock(ModelFactory, "remake", "remake")
+        self._clock(ModelFactory, "exchange", "model")
+        self._clock(ModelFactory, "remake", "model")
+        self._clock(layer_edit, "_cut_anew", "DDP")
         self._clock(DistributedDataParallel, "__init__", "DDP")
         self._clock(OptimizerFactory, "rebuild", "optimizer")
         models = host._models

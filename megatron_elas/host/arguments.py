@@ -158,10 +158,19 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
                 action.help = action.help.replace("%", "%%")
 
 
+LAUNCHER_FLAGS = frozenset(("--dry-run", "--log-dir", "--nnodes", "--nproc-per-node", "--policy", "--rebalance"))
+"""Flags of elasrun that may be looked for behind the script."""
+
+
 def _suggest_flag(parser: argparse.ArgumentParser, message: str) -> str:
     """The flag that was probably meant, as the end of the sentence; empty when there is none near."""
-    unknown, flags = message.removeprefix("unrecognized arguments: "), parser._option_string_actions
+    unknown = message.removeprefix("unrecognized arguments: ")
     if unknown == message:
         return "; see --help"
-    nearest = difflib.get_close_matches(unknown.split()[0].partition("=")[0], flags, n=1)
+    name = unknown.split()[0].partition("=")[0]
+    if name in LAUNCHER_FLAGS:
+        return f"; {name} is a flag of elasrun: write it before the script or -m"
+    actions = parser._option_string_actions
+    flags = [flag for flag, action in actions.items() if action.help != argparse.SUPPRESS]
+    nearest = difflib.get_close_matches(name, flags, n=1)
     return f"; did you mean {nearest[0]}?" if nearest else "; see --help"

@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 
+from megatron_elas.cli.launch_flags import build_parser
 from megatron_elas.host.argument_checks import check_arguments, check_save
-from megatron_elas.host.arguments import add_elastic_arguments, add_entry_arguments
+from megatron_elas.host.arguments import (
+    LAUNCHER_FLAGS,
+    add_dry_run_argument,
+    add_elastic_arguments,
+    add_entry_arguments,
+)
 from megatron_elas.spec.errors import BadUsage
 
 GOOD = {
@@ -139,6 +145,15 @@ def test_a_misspelt_flag_gets_a_proposal() -> None:
     parser = add_entry_arguments(argparse.ArgumentParser())
     with pytest.raises(BadUsage, match=r"unrecognized arguments: --elastc; did you mean --elastic\?"):
         parser.parse_args(["--elastc"])
+
+
+def test_a_flag_of_the_launcher_behind_the_script_is_told() -> None:
+    parser = add_dry_run_argument(argparse.ArgumentParser())
+    launcher = build_parser()._option_string_actions
+    assert launcher.keys() >= LAUNCHER_FLAGS and not LAUNCHER_FLAGS & parser._option_string_actions.keys()
+    for flag in sorted(LAUNCHER_FLAGS):
+        with pytest.raises(BadUsage, match=f"arguments: {flag}; {flag} is a flag of elasrun: write it before"):
+            parser.parse_args([flag])
 
 
 def saving(**changes: Any) -> argparse.Namespace:
