@@ -30,7 +30,7 @@ PREREQUISITES = ("torch", "megatron", "numpy", "msgspec", "psutil", "websockets"
 LINE = re.compile(r"iteration +(\d+)/.*lm loss: ([0-9.E+-]+)")
 EVENT = re.compile(
     r"fault strikes|elasrun:|---- (recovered|migrated)|-{80}$|[\d. ]+\(worker \d"
-    r"|(lost|before|now|resumed|moved|switched|ms|beside|step) {2,}\S"
+    r"|(lost|before|now|resumed|moved|chosen|ms|beside|step) {2,}\S|switched before"
 )
 """The launcher's words, and the blocks that tell of recoveries and migrations."""
 PACKAGES = ("asyncio", "concurrent", "email", "html", "http", "importlib", "json", "logging", "unittest", "xml")
