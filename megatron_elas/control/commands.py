@@ -57,8 +57,8 @@ class ImprovePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShowMigration:
-    """Print the block of a migration; the same goes to ``events.jsonl`` as numbers and names."""
+class ShowBlock:
+    """Print a block; the same goes to ``events.jsonl`` as numbers and names."""
 
     epoch: int
     text: str
@@ -66,6 +66,12 @@ class ShowMigration:
     """Columns of the phase table, and ``total``, their sum."""
     facts: Mapping[str, object]
     """The rest of the block, as values that JSON can hold."""
+
+
+class ShowMigration(ShowBlock):
+    """That of a migration."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +83,10 @@ class Reply:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShowRecovery:
-    """Print the event block; the same goes to ``events.jsonl`` as numbers and names."""
+class ShowRecovery(ShowBlock):
+    """That of a recovery."""
 
-    epoch: int
-    text: str
-    phases_ms: Mapping[str, float]
-    """Columns of the phase table, and ``total``, their sum."""
-    facts: Mapping[str, object]
-    """The rest of the block, as values that JSON can hold."""
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_elas.control.commands import LogLoss, ShowMigration, ShowRecovery
+from megatron_elas.control.commands import LogLoss, ShowBlock, ShowRecovery
 from megatron_elas.control.journal import BadJournal, Journal, is_new
 from megatron_elas.control.messages import (
     AgentHeartbeat,
@@ -124,7 +124,7 @@ def _hear(message: FromLauncher, service: ControlService, say: Callable[[Message
             raise AssertionError("it is said once")
 
 
-def _show_block(block: ShowRecovery | ShowMigration) -> Show:
+def _show_block(block: ShowBlock) -> Show:
     event = "recovery" if isinstance(block, ShowRecovery) else "migration"
     return Show(event=event, epoch=block.epoch, text=block.text, facts={**block.facts, **block.phases_ms})
 

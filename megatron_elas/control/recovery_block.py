@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_elas.control.commands import ShowMigration, ShowRecovery
+from megatron_elas.control.commands import ShowBlock
 from megatron_elas.control.states import Outage
 from megatron_elas.control.step_meter import EpochTimes, format_time
 from megatron_elas.spec.events import WorkerLost
@@ -79,7 +79,7 @@ def format_block(outage: Outage, plan: ElasticPlan, reports: Sequence[RecoveryRe
     )
 
 
-def add_step_times[Block: ShowRecovery | ShowMigration](block: Block, summary: Sequence[EpochTimes]) -> Block:
+def add_step_times[Block: ShowBlock](block: Block, summary: Sequence[EpochTimes]) -> Block:
     """The block with a line about what steps took and are expected to take now, where there is a prediction.
 
     Args:

@@ -28,8 +28,7 @@ from megatron_elas.control.commands import (
     MakePlan,
     Note,
     Reply,
-    ShowMigration,
-    ShowRecovery,
+    ShowBlock,
     Tell,
     TellAgent,
     WelcomeAgents,
@@ -175,7 +174,7 @@ class ControlService:
         token: str,
         welcome: Welcome,
         local_agent: Callable[[ToAgent], None],
-        show: Callable[[ShowRecovery | ShowMigration], None],
+        show: Callable[[ShowBlock], None],
         log: Callable[[LogLoss], None],
         journal: Journal | None = None,
         earlier: tuple[State, float] | None = None,
@@ -606,7 +605,7 @@ class ControlService:
                 waiting = self._asked.get(request)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(Answer(ok=ok, text=text))
-            case ShowRecovery() | ShowMigration():
+            case ShowBlock():
                 self._follow_plan()
                 self._show(add_step_times(command, self._outlook.meter.summary()))
             case LogLoss():

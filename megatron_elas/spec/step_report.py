@@ -9,13 +9,12 @@ A job writes one JSON object per line, ``json.dumps(as_table(report))``; ``read_
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_elas.spec.device import require_not_negative, require_positive
 from megatron_elas.spec.errors import BadUsage
-from megatron_elas.spec.tables import build
+from megatron_elas.spec.tables import read_lines
 
 PASSES = ("forward", "backward", "input_gradient", "weight_gradient")
 """Kinds of passes; backward is the two gradients in one."""
@@ -87,25 +86,5 @@ class StepReport:
 
 
 def read_step_reports(path: Path) -> tuple[StepReport, ...]:
-    """The reports of a file with one JSON object per line. Raises BadUsage.
-
-    A last line without an end is left out unless it is whole: somebody may be writing it.
-    """
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise BadUsage(f"{path} cannot be read ({error.strerror}): name another file") from error
-    reports = []
-    lines = text.splitlines()
-    for number, line in enumerate(lines, 1):
-        where = f"{path}, line {number}"
-        try:
-            table = json.loads(line)
-        except ValueError as error:
-            if number == len(lines) and not text.endswith("\n"):
-                break
-            raise BadUsage(f"{where} is no valid JSON ({error}): correct or remove it") from error
-        if not isinstance(table, dict):
-            raise BadUsage(f"{where} is no object: correct or remove it")
-        reports.append(build(StepReport, table, where))
-    return tuple(reports)
+    """The reports of a file with one JSON object per line, see ``tables.read_lines``. Raises BadUsage."""
+    return read_lines(StepReport, path)

@@ -5,7 +5,6 @@ A job writes one JSON object per line, ``json.dumps(as_table(trace))``; ``read_s
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from megatron_elas.spec.device import require_not_negative, require_positive
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.step_report import PASSES
-from megatron_elas.spec.tables import build
+from megatron_elas.spec.tables import read_lines
 
 KINDS = (*PASSES, "wait", "exchange", "optimizer")
 """What a worker does: passes; waiting for the input of a pass; gradients and parameters between replicas, and copies of
@@ -113,25 +112,5 @@ def parse_steps(text: str) -> frozenset[int]:
 
 
 def read_step_traces(path: Path) -> tuple[StepTrace, ...]:
-    """The traces of a file with one JSON object per line. Raises BadUsage.
-
-    A last line without an end is left out unless it is whole: somebody may be writing it.
-    """
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise BadUsage(f"{path} cannot be read ({error.strerror}): name another file") from error
-    traces = []
-    lines = text.splitlines()
-    for number, line in enumerate(lines, 1):
-        where = f"{path}, line {number}"
-        try:
-            table = json.loads(line)
-        except ValueError as error:
-            if number == len(lines) and not text.endswith("\n"):
-                break
-            raise BadUsage(f"{where} is no valid JSON ({error}): correct or remove it") from error
-        if not isinstance(table, dict):
-            raise BadUsage(f"{where} is no object: correct or remove it")
-        traces.append(build(StepTrace, table, where))
-    return tuple(traces)
+    """The traces of a file with one JSON object per line, see ``tables.read_lines``. Raises BadUsage."""
+    return read_lines(StepTrace, path)

@@ -85,6 +85,31 @@ def build[Value](kind: type[Value], table: Mapping[str, Any], where: str) -> Val
         raise BadUsage(f"{where}: {error}") from error
 
 
+def read_lines[Value](kind: type[Value], path: Path) -> tuple[Value, ...]:
+    """The values of a file with one JSON object per line. Raises BadUsage.
+
+    A last line without an end is left out unless it is whole: somebody may be writing it.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise BadUsage(f"{path} cannot be read ({error.strerror}): name another file") from error
+    values = []
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
+        where = f"{path}, line {number}"
+        try:
+            table = json.loads(line)
+        except ValueError as error:
+            if number == len(lines) and not text.endswith("\n"):
+                break
+            raise BadUsage(f"{where} is no valid JSON ({error}): correct or remove it") from error
+        if not isinstance(table, dict):
+            raise BadUsage(f"{where} is no object: correct or remove it")
+        values.append(build(kind, table, where))
+    return tuple(values)
+
+
 @cache
 def _hints(kind: type) -> dict[str, Any]:
     """Worked out once: files of many lines ask for each of them."""
