@@ -22,7 +22,7 @@ from megatron_elas.spec.shape import ModelShape, TrainingShape
 from megatron_elas.spec.step_report import StepReport
 from megatron_elas.spec.step_trace import StepTrace
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Larger messages end the connection. A plan of 100,000 workers is a few MiB, see ``control.plan_text``."""

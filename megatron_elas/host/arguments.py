@@ -7,6 +7,7 @@ import difflib
 import math
 from typing import NoReturn
 
+from megatron_elas.spec.consistency import CONSISTENCY_LEVELS, RANDOM_STREAMS
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.step_trace import parse_steps
 
@@ -69,6 +70,29 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         help="How layers move to other stages when that makes steps shorter, after a loss or a drain: async lets their "
         "state move while steps run, blocking stops for it, off leaves layers where they are. After a loss, optimizer "
         "state that changes its owner moves beside the next step with async and off; default: async.",
+    )
+    group.add_argument(
+        "--elastic-consistency",
+        choices=CONSISTENCY_LEVELS,
+        default="numerical",
+        help="How closely the run follows one in which nothing happens. statistical: the same samples, weights and "
+        "masks; numerical: and fp32 sums, so that losses differ by rounding; bitwise: every loss, norm, parameter and "
+        "optimizer state is equal to the last bit; default: numerical.",
+    )
+    group.add_argument(
+        "--elastic-rng",
+        choices=RANDOM_STREAMS,
+        default="resharded",
+        help="What dropout draws. resharded: by seed, step, sample, layer and site, wherever the sample runs; megatron: "
+        "from upstream's streams, which change when samples or layers move; default: resharded.",
+    )
+    group.add_argument(
+        "--elastic-audit",
+        type=_read_interval,
+        default=0,
+        metavar="STEPS",
+        help="Write hashes of sample ids, masks, gradients and parameters of every so many steps to the folder of "
+        "elasrun --log-dir, for elas diff; 0: never; default: 0.",
     )
     group.add_argument(
         "--elastic-emulate",

@@ -102,4 +102,5 @@ def describe_job(args: Any, stage_layers: Sequence[int]) -> JobSpec:
         stage_layers=tuple(stage_layers),
         snapshot_replicas=args.elastic_snapshot_replicas if args.elastic_snapshot != "off" else 0,
         split_backward=can_split(args),
+        consistency=args.elastic_consistency,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from megatron_elas.spec.consistency import ConsistencyLevel
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.migration import MigrationMode
 
@@ -28,6 +29,8 @@ class JobSpec:
     """Whether, and how, layers move to other stages while the job runs."""
     split_backward: bool = False
     """Workers can run the two halves of a backward pass apart, and passes in any order: plans may have orders."""
+    consistency: ConsistencyLevel = "numerical"
+    """How closely the job follows the undisturbed one; at ``bitwise`` plans give cells whole micro-batches only."""
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size", "num_microbatches"):
