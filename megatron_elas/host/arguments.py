@@ -83,8 +83,8 @@ def add_elastic_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         "--elastic-rng",
         choices=RANDOM_STREAMS,
         default="resharded",
-        help="What dropout draws. resharded: by seed, step, sample, layer and site, wherever the sample runs; megatron: "
-        "from upstream's streams, which change when samples or layers move; default: resharded.",
+        help="What dropout draws. resharded: by seed, step, sample, layer and site, wherever the sample runs; "
+        "megatron: from upstream's streams, which change when samples or layers move; default: resharded.",
     )
     group.add_argument(
         "--elastic-audit",

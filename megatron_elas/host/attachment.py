@@ -17,6 +17,7 @@ from megatron_elas.host.step_timer import StepTimer
 from megatron_elas.host.training import MegatronHost
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.ports import FaultPoint
+from megatron_elas.runtime.random_streams import RandomStreams
 from megatron_elas.runtime.session import Session
 from megatron_elas.runtime.transport.base import Transport
 from megatron_elas.spec.job import JobSpec
@@ -41,6 +42,8 @@ class Attachment:
     log: Log
     emulation: Emulation | None = None
     sample_log: SampleLog | None = None
+    streams: RandomStreams | None = None
+    """None with ``--elastic-rng megatron``."""
     samples: list[int] = field(default_factory=list)
     """Sample ids that this worker has read for the step under way."""
     losses: list[dict[str, Any]] = field(default_factory=list)
@@ -76,3 +79,8 @@ def detach() -> None:
 def attachment() -> Attachment:
     """The process's attachment."""
     return _current[0]
+
+
+def find_streams() -> RandomStreams | None:
+    """The process's random streams; None where Megatron's are in force."""
+    return _current[0].streams if _current else None

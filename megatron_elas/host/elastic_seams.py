@@ -19,6 +19,15 @@ from megatron_elas.host.optimizer_layout import (
 )
 from megatron_elas.host.parameter_norm import wrap_parameter_norm
 from megatron_elas.host.patching import replace, use, wrap
+from megatron_elas.host.random_seams import (
+    wrap_dropout,
+    wrap_fork,
+    wrap_fused_dropout,
+    wrap_get_states,
+    wrap_layer_call,
+    wrap_set_states,
+    wrap_torch_checkpoint,
+)
 from megatron_elas.host.split_backward import wrap_grad_ready, wrap_linear
 from megatron_elas.host.stage_layers import (
     wrap_layer_offset,
@@ -407,5 +416,56 @@ ROWS = (
         "interleaved ZeRO: a layer is a bucket, with room to be cut for fewer replicas",
         "39a707680a7777ee2fff2ca3980edc9c31a9edf37d65159cdcc9109f4e71658e",
         layer_layout,
+    ),
+    # Random streams: dropout and whatever draws inside of Megatron's tracker.
+    wrap(
+        "elastic.dropout",
+        "torch.nn.functional:dropout",
+        "(input, p=0.5, training=True, inplace=False)",
+        "a sample's mask does not depend on who runs the sample, and beside which others",
+        wrap_dropout,
+    ),
+    wrap(
+        "elastic.fused-dropout",
+        "megatron.core.fusions.fused_bias_dropout:bias_dropout_add_fused_train",
+        "(x_with_bias, residual, prob)",
+        "is compiled with torch's own masks",
+        wrap_fused_dropout,
+    ),
+    wrap(
+        "elastic.layer-call",
+        "megatron.core.transformer.transformer_layer:TransformerLayer.__call__",
+        "(self, *args, **kwargs)",
+        "what a layer draws is known by the layer's number",
+        wrap_layer_call,
+    ),
+    wrap(
+        "elastic.tracker-fork",
+        "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
+        "(self, name='model-parallel-rng')",
+        "draws inside of it are made by sample, too, and differ among lanes",
+        wrap_fork,
+    ),
+    wrap(
+        "elastic.tracker-get-states",
+        "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.get_states",
+        "(self)",
+        "all kinds of recomputation keep what it gives; the place of the pass goes along",
+        wrap_get_states,
+    ),
+    wrap(
+        "elastic.tracker-set-states",
+        "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.set_states",
+        "(self, states)",
+        "and come back to it",
+        wrap_set_states,
+    ),
+    wrap(
+        "elastic.torch-checkpoint",
+        "torch.utils.checkpoint:checkpoint",
+        "(function, *args, use_reentrant=None, context_fn=<function noop_context_fn>, determinism_check='default', "
+        "debug=False, early_stop=True, **kwargs)",
+        "torch's own recomputation comes back to the place, too",
+        wrap_torch_checkpoint,
     ),
 )

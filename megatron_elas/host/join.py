@@ -19,6 +19,7 @@ from megatron_elas.host.groups import keep_data_parallel_size_logical
 from megatron_elas.host.log_handover import Log
 from megatron_elas.host.logging_seams import share_tensorboard
 from megatron_elas.host.pipeline import Route, RoutedPipeline
+from megatron_elas.host.random_seams import make_streams
 from megatron_elas.host.schedule import PassCounter
 from megatron_elas.host.step_timer import StepTimer
 from megatron_elas.host.step_tracer import StepTracer
@@ -89,6 +90,7 @@ def join_megatron(
         strike=strike,
         log=log,
         emulation=emulation,
+        streams=make_streams(args),
     )
     attach(attached)
     share_tensorboard(args, log)

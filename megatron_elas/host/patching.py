@@ -11,6 +11,7 @@ import enum
 import hashlib
 import importlib
 import inspect
+import re
 import sys
 import textwrap
 import types
@@ -127,7 +128,8 @@ def describe_signature(function: Any) -> str:
         return f"<{type(function).__name__}>"
     signature = inspect.signature(function)
     bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
-    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
+    text = str(signature.replace(parameters=bare, return_annotation=signature.empty))
+    return re.sub(r" at 0x[0-9a-f]+", "", text)  # of a function that is a default
 
 
 def hash_source(function: Any) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -150,6 +150,7 @@ def route_schedule(
     sized: Callable[[int], AbstractContextManager[None]],
     keep_losses: Callable[[Any], None],
     run_order: Callable[..., Any] | None = None,
+    drawing: Callable[[Item], AbstractContextManager[None]] = lambda item: nullcontext(),
 ) -> Callable[..., Any]:
     """Wrap a forward-backward function of Megatron.
 
@@ -164,6 +165,7 @@ def route_schedule(
         keep_losses: Takes what a training pass gave, one dictionary of losses per item.
         run_order: ``host.orders.run_order`` but for what ``schedule`` does not take: runs training passes that the plan
             gives an order for.
+        drawing: Around the forward pass of an item in training: what it draws is for the item's samples.
     """
 
     def run(
@@ -183,7 +185,7 @@ def route_schedule(
             else:
                 counter.forward()
             item = next(coming)
-            with sized(item.samples):
+            with sized(item.samples), nullcontext() if forward_only else drawing(item):
                 output, loss_function = forward_step_func(*args, **kwargs)
             if forward_only or weights is None or not pipeline.is_pp_last_stage:
                 return output, loss_function

@@ -9,13 +9,14 @@ from typing import Any
 
 from megatron_elas.host import orders
 from megatron_elas.host.attachment import Attachment, attachment
+from megatron_elas.host.data import sample_ids
 from megatron_elas.host.pipeline import RoutedPipeline
 from megatron_elas.host.schedule import Weights, route_schedule
 from megatron_elas.host.split_backward import deferred
 from megatron_elas.host.training import MegatronHost
 from megatron_elas.schedule.actions import Order
 from megatron_elas.spec.errors import EpochChanged
-from megatron_elas.spec.items import CellItems, micro_batch
+from megatron_elas.spec.items import CellItems, Item, micro_batch
 
 
 def wrap_train_step(original: Any) -> Any:
@@ -114,6 +115,7 @@ def wrap_schedule_lookup(original: Any) -> Any:
             micro_batches_of,
             keep_losses,
             run_order,
+            functools.partial(_draw_for, attached),
         )
 
     return get_forward_backward_func
@@ -133,6 +135,20 @@ def _weights(attached: Attachment) -> Weights:
     return Weights(
         num_microbatches=job.num_microbatches, micro_batch_size=job.micro_batch_size, count_tokens=count_tokens
     )
+
+
+def _draw_for(attached: Attachment, item: Item) -> contextlib.AbstractContextManager[None]:
+    """Inside is the forward pass of this item of the step under way."""
+    from megatron.training import get_args
+
+    if attached.streams is None:
+        return contextlib.nullcontext()
+    args, route = get_args(), attached.route
+    stage = route.seat.stage
+    start, stop = route.plan.layers[stage]
+    behind = stage > 0 and start == stop == args.num_layers
+    samples = sample_ids(int(args.consumed_train_samples), item)
+    return attached.streams.forward_pass(attached.counter.step, samples, args.num_layers + 1 if behind else 0)
 
 
 @contextlib.contextmanager
