@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_elas.host.data import SeekableLoader
 from megatron_elas.host.emulation import Emulation
+from megatron_elas.host.gradient_sums import GradientSums
 from megatron_elas.host.log_handover import Log
 from megatron_elas.host.optimizer import OptimizerFactory
 from megatron_elas.host.pipeline import Route, RoutedPipeline
@@ -41,6 +42,8 @@ class Attachment:
     strike: FaultPoint
     log: Log
     emulation: Emulation | None = None
+    sums: GradientSums | None = None
+    """Where gradients are summed in fixed point."""
     sample_log: SampleLog | None = None
     streams: RandomStreams | None = None
     """None with ``--elastic-rng megatron``."""

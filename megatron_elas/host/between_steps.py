@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_elas.host.attachment import attachment
+from megatron_elas.host.gradient_sum_seams import SAVED_EXPONENTS
 from megatron_elas.runtime.session import Dispensable, FailedElsewhere, ToldElsewhere
 from megatron_elas.spec.errors import EpochChanged
 
@@ -82,6 +83,8 @@ def wrap_save_checkpoint(original: Any) -> Any:
         def body() -> Any:
             attached.strike(iteration - 1, "save", None)
             attached.unsaved = None
+            if attached.sums is not None:
+                setattr(get_args(), SAVED_EXPONENTS, attached.sums.to_save())
             try:
                 return original(iteration, *args, **kwargs)
             except CheckpointException as error:  # derived from BaseException, and raised on every worker

@@ -8,6 +8,14 @@ from __future__ import annotations
 
 from megatron_elas.host.between_steps import wrap_evaluate, wrap_execute_sync, wrap_save_checkpoint
 from megatron_elas.host.bucket_layout import layer_layout
+from megatron_elas.host.gradient_sum_seams import (
+    wrap_finish_reduction,
+    wrap_gradient_hook,
+    wrap_loaded_arguments,
+    wrap_start_reduction,
+    wrap_tied_output,
+    wrap_zero_gradients,
+)
 from megatron_elas.host.gradients import wrap_finalize_gradients, wrap_no_sync, wrap_tied_embedding_reduce
 from megatron_elas.host.loaders import wrap_data_loaders, wrap_dataset_builder
 from megatron_elas.host.logging_seams import wrap_print_rank_last
@@ -176,12 +184,57 @@ ROWS = (
         "host.split_backward computes what it computes, in two parts",
         "0f98c637b768ede6eab6aadef3650e2fa5cde2a4c28a891322868b2540a1da85",
     ),
-    use(
+    wrap(
         "elastic.gradient-hook",
         "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook",
         "(self, param)",
-        "makes what accumulates a gradient; called when a weight's gradient was put off",
+        "makes what accumulates a gradient, at bitwise in fixed point; called when a weight's gradient was put off",
+        wrap_gradient_hook,
         "9db16cb6b15f93e077e7e0a80a0f0f0b6d33e50953f5b991e8336c69d7d34884",
+    ),
+    wrap(
+        "elastic.zero-gradients",
+        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
+        "(self)",
+        "sums in fixed point begin with zeros, too",
+        wrap_zero_gradients,
+    ),
+    wrap(
+        "elastic.start-reduction",
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
+        "(self, force_all_reduce=False)",
+        "at bitwise what is reduced are sums in fixed point",
+        wrap_start_reduction,
+        "5c47084df9ce2a805e04af911d44da1256c1180a94a97aeee167826a4b8e6fd5",
+    ),
+    wrap(
+        "elastic.finish-reduction",
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_grad_sync",
+        "(self, force_all_reduce=False)",
+        "reduced sums in fixed point become gradients",
+        wrap_finish_reduction,
+    ),
+    use(
+        "elastic.check-gradients",
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.check_grads",
+        "(self, check_for_nan_or_inf, check_for_large)",
+        "looks at the norms of all buckets of something; it is given the sums in fixed point",
+        "772a37a468553b0ffba785e283fa31e659d1ad8299736b2fed51f8f116eee212",
+    ),
+    wrap(
+        "elastic.tied-output",
+        "megatron.core.tensor_parallel.layers:ColumnParallelLinear.forward",
+        "(self, input_, weight=None, runtime_gather_output=None)",
+        "where the output layer uses the embedding's weight on one stage, autograd would add its two gradients before "
+        "they are rounded; on two stages they are rounded apart",
+        wrap_tied_output,
+    ),
+    wrap(
+        "elastic.loaded-arguments",
+        "megatron.training.checkpointing:check_checkpoint_args",
+        "(checkpoint_args, skip_args=None)",
+        "a checkpoint's arguments have the exponents of its next step's sums",
+        wrap_loaded_arguments,
     ),
     wrap(
         "elastic.gradient-ready",

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_elas.host.attachment import attachment
+from megatron_elas.host.gradient_sums import GradientSums
 from megatron_elas.host.model import buffers_of
 from megatron_elas.runtime.channels import TIED_GRADIENTS
 from megatron_elas.runtime.communicator.buffers import as_bytes
@@ -58,10 +59,13 @@ def _cut(index: int, replicas: int, numel: int) -> tuple[int, int]:
     return min(numel, start), min(numel, end)
 
 
-def sum_tied_gradients(model: Sequence[Any], placement: Placement, worker: int, transport: Transport) -> None:
+def sum_tied_gradients(
+    model: Sequence[Any], placement: Placement, worker: int, transport: Transport, sums: GradientSums | None = None
+) -> None:
     """Add the two end stages' gradients of a tied embedding, each worker for the slice that it owns.
 
-    Called when both stages have reduced their own, by all workers of the first and the last stage; others return.
+    Called when both stages have reduced their own, by all workers of the first and the last stage; others return. With
+    ``sums``, what is added are their totals.
 
     Raises:
         EpochChanged: The membership ended.
@@ -72,9 +76,11 @@ def sum_tied_gradients(model: Sequence[Any], placement: Placement, worker: int, 
     for buffer in buffers_of(model):
         for param, (start, end, _) in buffer.param_index_map.items():
             if getattr(param, "shared_embedding", False):
-                gradient = buffer.grad_data[start:end]
+                gradient = buffer.grad_data[start:end] if sums is None else sums.total_of(param)
                 overlaps = find_overlaps(placement, worker, gradient.numel())
                 _add_theirs([gradient[o.start : o.stop] for o in overlaps], [o.peer for o in overlaps], transport)
+                for overlap in overlaps if sums is not None else ():
+                    sums.write(param, overlap.start, overlap.stop)
 
 
 def _add_theirs(mine: Sequence[torch.Tensor], peers: Sequence[int], transport: Transport) -> None:
@@ -95,7 +101,8 @@ def wrap_tied_embedding_reduce(original: Any) -> Any:
     @functools.wraps(original)
     def _allreduce_word_embedding_grads(model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         attached = attachment()
-        sum_tied_gradients(model, attached.route.plan.placement, attached.worker, attached.transport)
+        placement = attached.route.plan.placement
+        sum_tied_gradients(model, placement, attached.worker, attached.transport, attached.sums)
 
     return _allreduce_word_embedding_grads
 
@@ -108,6 +115,8 @@ def wrap_finalize_gradients(original: Any) -> Any:
         if attachment().counter.step >= 0:
             attachment().strike(attachment().counter.step, "reduce", None)
         with attachment().timer.exchanging():
+            if (sums := attachment().sums) is not None:
+                sums.settle()
             original(model, None, *args, **kwargs)
         if num_tokens is None:
             return

@@ -15,6 +15,7 @@ from megatron_elas.host import elastic_seams, emulation_seams, patching
 from megatron_elas.host.attachment import Attachment, attach
 from megatron_elas.host.emulation import Emulation
 from megatron_elas.host.gpt_step import get_embedding_ranks
+from megatron_elas.host.gradient_sums import GradientSums
 from megatron_elas.host.groups import keep_data_parallel_size_logical
 from megatron_elas.host.log_handover import Log
 from megatron_elas.host.logging_seams import share_tensorboard
@@ -91,6 +92,7 @@ def join_megatron(
         log=log,
         emulation=emulation,
         streams=make_streams(args),
+        sums=GradientSums(job.num_microbatches) if job.consistency == "bitwise" else None,
     )
     attach(attached)
     share_tensorboard(args, log)

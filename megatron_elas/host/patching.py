@@ -73,9 +73,26 @@ def use(id: str, symbol: str, signature: str, reason: str, source_sha256: str | 
     )  # fmt: skip
 
 
-def wrap(id: str, symbol: str, signature: str, reason: str, build: Callable[[Any], Any]) -> Seam:
-    """A row for a symbol that gets a wrapper; ``build(original)`` makes it."""
-    return Seam(id=id, symbol=symbol, kind=Kind.WRAP, signature=signature, reason=reason, build=build)
+def wrap(
+    id: str,
+    symbol: str,
+    signature: str,
+    reason: str,
+    build: Callable[[Any], Any],
+    source_sha256: str | None = None,
+) -> Seam:
+    """A row for a symbol that gets a wrapper; ``build(original)`` makes it. With its source pinned where this project
+    does what it does.
+    """
+    return Seam(
+        id=id,
+        symbol=symbol,
+        kind=Kind.WRAP,
+        signature=signature,
+        reason=reason,
+        source_sha256=source_sha256,
+        build=build,
+    )
 
 
 def replace(id: str, symbol: str, signature: str, reason: str, source_sha256: str, new: Any) -> Seam:

@@ -15,6 +15,8 @@ from megatron.training import get_args, get_timers
 
 from megatron_elas.host.contents import describe_parameters
 from megatron_elas.host.data import SeekableLoader
+from megatron_elas.host.gradient_sums import Captured as CapturedSums
+from megatron_elas.host.gradient_sums import GradientSums
 from megatron_elas.host.groups import plan_groups, write_globals
 from megatron_elas.host.inspection import Inspector
 from megatron_elas.host.log_handover import Log
@@ -48,6 +50,7 @@ class Captured:
     device_rng: dict[str, Any]
     cell: tuple[int, ...]
     """The workers whose random streams go together."""
+    sums: CapturedSums | None
 
 
 class MegatronHost:
@@ -72,6 +75,7 @@ class MegatronHost:
         train_loader: SeekableLoader | None,
         first_step: int,
         log: Log,
+        sums: GradientSums | None = None,
     ) -> None:
         self._worker = worker
         self._initial = initial
@@ -91,6 +95,7 @@ class MegatronHost:
         self._first_step = first_step
         self._first_samples = int(get_args().consumed_train_samples)
         self._log = log
+        self._sums = sums
         self.checkpoints = Checkpoints(get_args())
         self._step = first_step
         self._realign = True
@@ -234,12 +239,17 @@ class MegatronHost:
                 f"elas doctor, which compares Megatron with the release that this was written for"
             )
         self._groups = {parameter.name: parameter.group for unit in catalogue.units for parameter in unit}
+        if self._sums is not None:
+            self._sums.follow(self._model, catalogue)
 
     def rebuild(self, plan: ElasticPlan) -> None:
         """See Host."""
         part = plan.part_of(self._worker)
         seat = plan.placement.seat(self._worker)
-        if part == self._part and has_room(self._model, len(plan.placement.replicas(seat.stage, seat.lane))):
+        fits = part == self._part and has_room(self._model, len(plan.placement.replicas(seat.stage, seat.lane)))
+        if self._sums is not None:
+            self._sums.forget_places(free=not fits)
+        if fits:
             fit_buffers(self._model)
         else:
             before, self._part = self._part, None
@@ -332,6 +342,7 @@ class MegatronHost:
             cpu_rng=torch.get_rng_state(),
             device_rng=dict(get_cuda_rng_tracker().get_states()),
             cell=self._drew_with,
+            sums=None if self._sums is None else self._sums.capture(),
         )
 
     def rewind(self, captured: object) -> None:
@@ -344,6 +355,8 @@ class MegatronHost:
         torch.set_rng_state(captured.cpu_rng)
         get_cuda_rng_tracker().set_states(captured.device_rng)
         self._seed_new_cell(captured.cell)
+        if self._sums is not None and captured.sums is not None:
+            self._sums.restore(captured.sums)
         self._realign = True
 
     def catch_up(self, step: int) -> None:

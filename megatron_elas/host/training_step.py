@@ -10,6 +10,7 @@ from typing import Any
 from megatron_elas.host import orders
 from megatron_elas.host.attachment import Attachment, attachment
 from megatron_elas.host.data import sample_ids
+from megatron_elas.host.gradient_sums import PassesAgain
 from megatron_elas.host.pipeline import RoutedPipeline
 from megatron_elas.host.schedule import Weights, route_schedule
 from megatron_elas.host.split_backward import deferred
@@ -42,6 +43,19 @@ def wrap_train_step(original: Any) -> Any:
         host.check_counters(iteration)
 
         def body(step: int) -> Any:
+            if attached.sums is None:
+                return run(step)
+            captured = host.capture()
+            while True:
+                try:
+                    return run(step)
+                except PassesAgain as again:
+                    again.__traceback__ = None  # it holds what the passes have made
+                    host.clear_step()
+                    host.rewind(captured)
+                    attached.sums.retry(again)
+
+        def run(step: int) -> Any:
             host.begin_step(step, data_iterator)
             if attached.emulation is not None:
                 attached.emulation.begin_step()
@@ -49,6 +63,9 @@ def wrap_train_step(original: Any) -> Any:
             attached.norm = attached.zeros = None
             attached.counter.begin(step)
             attached.timer.begin(attached.session.plan.epoch, step)
+            if attached.sums is not None:
+                with attached.timer.exchanging():
+                    attached.sums.begin(step, attached.session.plan.epoch)
             outcome = original(
                 forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config,
                 forward_backward_func, iteration=step, **kwargs,
@@ -83,6 +100,7 @@ def _make_host(attached: Attachment, model: Any, optimizer: Any, scheduler: Any,
         train_loader=attached.train_loader,
         first_step=first_step,
         log=attached.log,
+        sums=attached.sums,
     )
 
 

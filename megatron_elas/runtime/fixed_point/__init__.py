@@ -1,0 +1,1 @@
+"""Sums of gradients in integers, which are the same in any order."""

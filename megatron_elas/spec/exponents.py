@@ -1,0 +1,81 @@
+"""Which power of two the gradients of a parameter are multiplied with before they are rounded to integers and added.
+
+The integers of all micro-batches are added without a carry that is lost, so their sum is the same in any order. The
+power is chosen from the largest gradient of the step before, with room to grow; whether it was a good one is known at
+the end of the step. All of this is a function of the gradients' values, and not of who computed them.
+
+A largest gradient is told by the bits of its absolute value as fp32: for what is not negative the order of the bits is
+that of the values, infinity comes after all numbers, and a NaN after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+UNKNOWN = -(1 << 20)
+"""Stands for the exponent of a parameter that has had no gradient but zeros yet; below all exponents."""
+MOST_BITS = 51
+"""A term is at most 2**51: then it is rounded by one addition to a double, on any machine."""
+SUM_BITS = 62
+"""So is the sum of all terms, to 2**62."""
+GROWTH_BITS = 8
+"""A gradient may become so many times 2 as large as the largest one of the step before."""
+SHRINKAGE_BITS = 12
+"""And so many times 2 as small; then 31 bits are left for the largest one."""
+NOT_FINITE = 0x7F800000
+"""The bits of infinity."""
+
+
+def largest_term(num_microbatches: int) -> int:
+    """Bits of the largest term that can be added so often, each micro-batch twice (a tied weight is used twice).
+
+    Example: 51 for up to 1024 micro-batches, 50 for 2048.
+    """
+    return min(MOST_BITS, SUM_BITS - (2 * num_microbatches - 1).bit_length())
+
+
+def magnitude(bits: int) -> int:
+    """The smallest ``e``, or -126, for which what has these bits is below 2**e."""
+    return (bits >> 23) - 126
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the largest gradients of a step say about the exponents that it used."""
+
+    fits: bool
+    """The sums are exact and fine enough; or some gradient is not finite, so that no exponent could help."""
+    finite: bool
+    """All gradients are numbers."""
+    exponents: tuple[int, ...]
+    """For the next step; and for this one if it does not fit."""
+
+
+def judge(exponents: Sequence[int], largest: Sequence[int], term_bits: int) -> Verdict:
+    """Whether terms ``gradient * 2**exponent`` were good ones.
+
+    Args:
+        exponents: That the step used, one per parameter.
+        largest: Bits of the largest gradient of each, over all micro-batches and workers.
+        term_bits: See ``largest_term``.
+
+    Returns:
+        The verdict. Where a gradient is not finite nothing is learned.
+    """
+    finite = max(largest, default=0) < NOT_FINITE
+    if not finite:
+        return Verdict(fits=True, finite=False, exponents=tuple(exponents))
+    chosen = tuple(
+        exponent if not bits else term_bits - GROWTH_BITS - magnitude(bits)
+        for exponent, bits in zip(exponents, largest, strict=True)
+    )
+    fits = all(
+        not bits or is_good(exponent, bits, term_bits) for exponent, bits in zip(exponents, largest, strict=True)
+    )
+    return Verdict(fits=fits, finite=True, exponents=chosen)
+
+
+def is_good(exponent: int, bits: int, term_bits: int) -> bool:
+    """Whether terms of a parameter whose largest gradient has these bits neither overflow nor are too coarse."""
+    return exponent != UNKNOWN and term_bits - GROWTH_BITS - SHRINKAGE_BITS <= exponent + magnitude(bits) <= term_bits
