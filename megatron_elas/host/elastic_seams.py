@@ -103,7 +103,7 @@ ROWS = (
         "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, "
         "cp_group_size, collect_non_loss_data=False, checkpoint_activations_microbatch=None, "
         "is_first_microbatch=False, current_microbatch=None, vp_stage=None, is_last_stage=True)",
-        "takes the time of forward passes",
+        "takes the time of forward passes; a loss is divided by the micro-batches of the batch, not by those of its cell",
         wrap_forward_step,
     ),
     wrap(

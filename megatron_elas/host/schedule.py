@@ -2,11 +2,11 @@
 
 Megatron divides a micro-batch's loss by the tokens that count in it, then by the number of micro-batches that *its own
 rank* runs, and the gradient by the data-parallel size. With other items per cell that would weigh samples differently.
-Here every logical micro-batch weighs 1 / micro-batches of the batch, wherever and in whatever company its samples run,
-and gradients are summed:
+Here it is told the micro-batches of the whole batch in that place (``host.training_step.wrap_forward_step``), so every
+logical micro-batch weighs 1 / that, wherever and in whatever company its samples run, and gradients are summed:
 
-* A whole micro-batch's loss is multiplied by (items of this cell / micro-batches of the batch), which is the same
-  number as Megatron's, bit for bit when counts are powers of two.
+* A whole micro-batch's loss is left as it is. Its weight is the same number as Megatron's, bit for bit when counts are
+  powers of two, and the same bits on every cell, however many it runs.
 * The loss of any other item is the sum over the micro-batches it has samples of, each divided by the tokens that count
   in that *whole* micro-batch. These are counted in the samples themselves, also those that run elsewhere.
 * A loss function that gives a mean and no tokens says nothing of its parts. It is taken for the mean of the item's
@@ -65,16 +65,6 @@ class PassCounter:
             self._backward += 1
 
 
-def weigh_loss(loss_function: LossFunction, weight: float) -> LossFunction:
-    """The same loss function with its first result (the loss that is differentiated) times ``weight``."""
-
-    def weighed(output: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        loss, *rest = loss_function(output, *args, **kwargs)
-        return (loss * weight, *rest)
-
-    return weighed
-
-
 class Part(NamedTuple):
     """What an item has of one logical micro-batch."""
 
@@ -85,27 +75,26 @@ class Part(NamedTuple):
     """That count in the whole micro-batch."""
 
 
-def weigh_parts(loss_function: LossFunction, parts: Sequence[Part], weight: float, size: int) -> LossFunction:
+def weigh_parts(loss_function: LossFunction, parts: Sequence[Part], size: int) -> LossFunction:
     """The loss function of an item whose parts are divided by their own micro-batches' tokens.
 
     Args:
         loss_function: Gives (sum over tokens, tokens of the item, report), linear in the losses per token, [b, s], that
             it is given; Megatron divides the sum by these tokens. Or (mean, report), as of old.
         parts: Of the item.
-        weight: Of one micro-batch.
-        size: Samples of one.
+        size: Samples of a micro-batch.
     """
 
     def weighed(output: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         loss, *others = loss_function(output, *args, **kwargs)
         if len(others) == 1:
-            return (loss * (weight * parts[-1].stop / size), *others)
+            return (loss * (parts[-1].stop / size), *others)
         tokens, *rest = others
         total = 0.0
         for part in parts:
             chosen = output if len(parts) == 1 else _keep_samples(output, part.start, part.stop)
             total = total + loss_function(chosen, *args, **kwargs)[0] / max(part.tokens, 1)
-        return (total * tokens.clamp(min=1) * weight, tokens, *rest)
+        return (total * tokens.clamp(min=1), tokens, *rest)
 
     return weighed
 
@@ -123,21 +112,18 @@ def _keep_samples(output: Any, start: int, stop: int) -> Any:
 class Weights:
     """How losses are weighed."""
 
-    num_microbatches: int
-    """Of the batch."""
     micro_batch_size: int
     count_tokens: Callable[[int], int]
     """Tokens that count in a logical micro-batch of the step under way."""
 
-    def apply(self, loss_function: LossFunction, item: Item, items: int) -> LossFunction:
-        """The loss function of an item, one of so many on this cell."""
-        weight = items / self.num_microbatches
+    def apply(self, loss_function: LossFunction, item: Item) -> LossFunction:
+        """The loss function of an item, for Megatron to divide by tokens and by the micro-batches of the batch."""
         if item.is_whole(self.micro_batch_size):
-            return weigh_loss(loss_function, weight)
+            return loss_function
         parts = [
             Part(start, stop, self.count_tokens(number)) for number, start, stop in item.parts(self.micro_batch_size)
         ]
-        return weigh_parts(loss_function, parts, weight, self.micro_batch_size)
+        return weigh_parts(loss_function, parts, self.micro_batch_size)
 
 
 def route_schedule(
@@ -189,7 +175,7 @@ def route_schedule(
                 output, loss_function = forward_step_func(*args, **kwargs)
             if forward_only or weights is None or not pipeline.is_pp_last_stage:
                 return output, loss_function
-            return output, weights.apply(loss_function, item, len(items))
+            return output, weights.apply(loss_function, item)
 
         run_passes = schedule
         if route.order is not None:

@@ -150,9 +150,7 @@ def _weights(attached: Attachment) -> Weights:
         consumed = int(get_args().consumed_train_samples)
         return attached.train_loader.count_tokens(consumed, micro_batch(number, job.micro_batch_size))
 
-    return Weights(
-        num_microbatches=job.num_microbatches, micro_batch_size=job.micro_batch_size, count_tokens=count_tokens
-    )
+    return Weights(micro_batch_size=job.micro_batch_size, count_tokens=count_tokens)
 
 
 def _draw_for(attached: Attachment, item: Item) -> contextlib.AbstractContextManager[None]:
@@ -183,12 +181,17 @@ def micro_batches_of(samples: int) -> Iterator[None]:
 
 
 def wrap_forward_step(original: Any) -> Any:
-    """``forward_step`` that takes its time."""
+    """``forward_step`` that takes its time, and divides losses by the micro-batches of the whole batch."""
 
     @functools.wraps(original)
-    def forward_step(*args: Any, **kwargs: Any) -> Any:
-        with attachment().timer.pass_("forward"):
-            return original(*args, **kwargs)
+    def forward_step(
+        forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        attached = attachment()
+        if attached.counter.step >= 0:  # What a cell happens to run of them must not show in a single bit.
+            num_microbatches = attached.job.num_microbatches
+        with attached.timer.pass_("forward"):
+            return original(forward_step_func, data_iterator, model, num_microbatches, *args, **kwargs)
 
     return forward_step
 

@@ -4,6 +4,10 @@ Each bucket is shared evenly by all replicas of the stage, so every replica owns
 and moving a layer is a set of disjoint rank-to-rank transfers. Buckets have room at their end, so
 that they can be cut evenly for every number of replicas the stage can come to have; buffers then stay
 as they are when replicas leave.
+
+However many replicas there are, a parameter is cut only at multiples of ``CUT`` elements from its start. So blocks of so
+many elements, counted from there, are never cut, and vectorised kernels, which may round the elements that are left over
+at the end of a tensor differently, find those elements at the end of the parameter and nowhere else.
 """
 
 from __future__ import annotations
@@ -17,6 +21,11 @@ from typing import Any, Protocol
 LAYER_ATTRIBUTE = "elas_layer"
 """Set on parameters of transformer layers: the layer's number."""
 
+CUT = 64
+"""Elements: parameters start, and are cut, at multiples of it. Twice 32 fp32, what unrolled kernels take at a time."""
+SHARE = 128
+"""Elements: what a replica owns of a bucket is a multiple of it."""
+
 
 class FlatParameter(Protocol):
     """What the layout needs to know of a parameter."""
@@ -26,11 +35,11 @@ class FlatParameter(Protocol):
 
 
 def bucket_size(numel: int, replicas: int) -> int:
-    """Elements of a bucket that ``replicas`` share evenly, each on a boundary of 128 elements or more.
+    """Elements of a bucket that ``replicas`` share evenly, each a multiple of ``SHARE``.
 
-    Example: 1000 elements take 1024 with 1, 2 or 4 replicas and 1152 with 3.
+    Example: 1000 elements take 1024 with 1, 2 or 4 replicas, 1152 with 3 and 1280 with 5.
     """
-    quantum = math.lcm(128, replicas)
+    quantum = SHARE * replicas
     return math.ceil(numel / quantum) * quantum
 
 
@@ -60,17 +69,16 @@ class BucketLayout:
     """The whole buffer, with the room after the last bucket."""
 
 
-def layer_buckets(params: Sequence[FlatParameter], replicas: int, align: int = 64) -> BucketLayout:
+def layer_buckets(params: Sequence[FlatParameter], replicas: int) -> BucketLayout:
     """Lay parameters out in reverse order (the order in which gradients become ready), a layer per bucket.
 
     What comes before the layers (embeddings) is a bucket, and so is what comes after them (final norm, head); a
     tied embedding is always alone, as in Megatron. After each bucket, the last one too, there is room for it to be
-    cut for any smaller number of replicas: at most 128 elements per replica.
+    cut for any smaller number of replicas: at most ``SHARE`` elements per replica, and what alignment takes.
 
     Args:
         params: In the order of ``named_parameters()``.
         replicas: How many share the buckets at first.
-        align: Parameters start at multiples of it (in elements).
     """
     index: dict[Any, tuple[int, int, int]] = {}
     buckets: list[tuple[int, int]] = []
@@ -82,7 +90,7 @@ def layer_buckets(params: Sequence[FlatParameter], replicas: int, align: int = 6
         if number and key != previous:
             start = end = _close(buckets, unpadded, start, end, replicas)
         previous = key
-        position = math.ceil(end / align) * align
+        position = math.ceil(end / CUT) * CUT
         end = position + param.numel()
         index[param] = (position, end, len(buckets))
     end = _close(buckets, unpadded, start, end, replicas) if params else 0
@@ -111,4 +119,7 @@ def _close(buckets: list[tuple[int, int]], unpadded: list[int], start: int, end:
     numel = end - start
     unpadded.append(numel)
     buckets.append((start, start + bucket_size(numel, replicas)))
-    return start + bucket_size(numel + 128 * replicas, replicas)
+    # For fewer replicas a bucket takes less than SHARE elements per replica beyond numel. Megatron wants buckets to start,
+    # and the buffer to end, at multiples of the replicas.
+    quantum = math.lcm(SHARE, replicas)
+    return start + math.ceil((numel + SHARE * replicas) / quantum) * quantum

@@ -14,7 +14,7 @@ from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.host.schedule import PassCounter, Weights, route_schedule
 from megatron_elas.planner.plan import share_items
 from megatron_elas.schedule.items import cut
-from megatron_elas.spec.items import whole_micro_batches
+from megatron_elas.spec.items import micro_batch, whole_micro_batches
 from megatron_elas.spec.plan import ElasticPlan
 from tests.host.test_pipeline import make_plan
 
@@ -28,12 +28,12 @@ LOSSES = torch.rand((MICRO_BATCHES * SIZE, SEQUENCE), generator=torch.Generator(
 
 
 def stock_schedule(*, forward_step_func: Any, num_microbatches: int, forward_only: bool = False, **more: Any) -> Any:
-    """Divides every loss by its tokens and by the number of micro-batches of its own rank, as Megatron does."""
+    """Divides every loss by its tokens, as Megatron does, and by the micro-batches of the batch, as it is told to."""
     total = 0.0
     for _ in range(num_microbatches):
         output, loss_function = forward_step_func("data", "model")
         loss, tokens, _ = loss_function(output)
-        total += float(loss / tokens.clamp(min=1)) / num_microbatches
+        total += float(loss / tokens.clamp(min=1)) / (num_microbatches if forward_only else MICRO_BATCHES)
     return total
 
 
@@ -61,7 +61,7 @@ def run(plan: Any, worker: int, counts: torch.Tensor = COUNTS, **more: Any) -> f
 
     schedule = route_schedule(
         stock_schedule, route, pipeline, counter, num_rows=2,
-        weights=Weights(num_microbatches=MICRO_BATCHES, micro_batch_size=SIZE, count_tokens=count_tokens),
+        weights=Weights(micro_batch_size=SIZE, count_tokens=count_tokens),
         sized=sized, keep_losses=lambda losses: None,
     )  # fmt: skip
     return schedule(forward_step_func=forward_step, num_microbatches=6, micro_batch_size=SIZE, **more)
@@ -96,6 +96,15 @@ def test_a_micro_batch_of_which_no_token_counts_weighs_nothing() -> None:
     assert sum(run(plan, worker, counts) for worker in range(2)) == pytest.approx(want(counts), rel=1e-12)
 
 
+def test_a_whole_micro_batchs_loss_is_left_as_it_is() -> None:
+    weights = Weights(micro_batch_size=SIZE, count_tokens=lambda number: SEQUENCE * SIZE)
+
+    def loss_function(output: torch.Tensor) -> tuple[torch.Tensor, str]:
+        return output.mean(), "report"
+
+    assert weights.apply(loss_function, micro_batch(3, SIZE)) is loss_function
+
+
 def test_an_evaluation_is_not_weighed() -> None:
     total = run(whole(3), 0, forward_only=True)
     own = [float((LOSSES * COUNTS)[2 * g : 2 * g + 2].sum() / COUNTS[2 * g : 2 * g + 2].sum()) for g in range(0, 12, 3)]
@@ -123,15 +132,13 @@ def test_passes_of_steps_and_evaluations_are_counted_for_fault_scripts_and_other
 
 @pytest.mark.parametrize("sizes", [[[3] * 8], [[3] * 4, [1] * 12], [[2] * 12]])
 def test_a_loss_function_that_gives_a_mean_alone_weighs_its_item_by_samples(sizes: list[list[int]]) -> None:
-    weights = Weights(
-        num_microbatches=MICRO_BATCHES, micro_batch_size=SIZE, count_tokens=lambda number: SEQUENCE * SIZE
-    )
+    weights = Weights(micro_batch_size=SIZE, count_tokens=lambda number: SEQUENCE * SIZE)
     total = 0.0
     for own in cut(MICRO_BATCHES * SIZE, sizes):
         for item in own:
             ((start, stop),) = item.ranges
-            weighed = weights.apply(lambda output: (output.mean(), "report"), item, len(own))
+            weighed = weights.apply(lambda output: (output.mean(), "report"), item)
             loss, report = weighed(LOSSES[start:stop])
             assert report == "report"
-            total += float(loss) / len(own)  # as Megatron does
+            total += float(loss) / MICRO_BATCHES  # as Megatron does
     assert total == pytest.approx(float(LOSSES.mean()), rel=1e-12)

@@ -8,7 +8,15 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_elas.spec.buckets import LAYER_ATTRIBUTE, bucket_size, compact_index, layer_buckets
+from megatron_elas.spec.buckets import (
+    CUT,
+    LAYER_ATTRIBUTE,
+    SHARE,
+    bucket_size,
+    compact_index,
+    layer_buckets,
+    owned_range,
+)
 
 
 class Parameter:
@@ -50,13 +58,30 @@ def test_buckets_fit_any_number_of_replicas_up_to_the_first(sizes: list[list[int
     for number, ((start, end), numel) in enumerate(zip(buckets, unpadded, strict=True)):
         following = buckets[number + 1][0] if number + 1 < len(buckets) else total
         assert end - start == bucket_size(numel, replicas)
-        assert start % replicas == 0 and end % math.lcm(128, replicas) == 0
+        assert start % replicas == 0 and start % SHARE == 0 and end % replicas == 0
         for fewer in range(1, replicas + 1):
             size = bucket_size(numel, fewer)
-            assert size % fewer == 0 and size >= numel
+            assert size % fewer == 0 and size // fewer % SHARE == 0 and size >= numel
             assert start + size <= following
     for start, end, bucket in index.values():
         assert buckets[bucket][0] <= start and end <= buckets[bucket][0] + unpadded[bucket]
+
+
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 5000), min_size=1, max_size=4), min_size=1, max_size=5),
+    launched=st.integers(1, 24),
+    replicas=st.integers(1, 24),
+)
+def test_a_parameter_is_cut_at_multiples_of_so_many_elements_from_its_start(
+    sizes: list[list[int]], launched: int, replicas: int
+) -> None:
+    layout = layer_buckets(model(sizes), launched)
+    for start, end, bucket in layout.index.values():
+        first = layout.buckets[bucket][0]
+        assert start % CUT == 0
+        for replica in range(replicas):
+            for edge in owned_range(replica, replicas, layout.unpadded[bucket]):
+                assert not start < first + edge < end or (first + edge - start) % CUT == 0
 
 
 def test_a_tied_embedding_is_alone_in_its_bucket() -> None:
