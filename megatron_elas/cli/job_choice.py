@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_elas.planner.policies import POLICIES
 from megatron_elas.spec.cluster import Cluster, load_cluster
+from megatron_elas.spec.consistency import CONSISTENCY_LEVELS
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.job_profile import JobProfile, load_job
 
@@ -19,6 +20,13 @@ def add_job(parser: Any) -> None:
     parser.add_argument("--dp", type=int, metavar="D", help="data-parallel rows, in place of the profile's")
     parser.add_argument("--micro-batches", type=int, metavar="M", help="in a global batch, over all rows")
     parser.add_argument("--micro-batch-size", type=int, metavar="B", help="samples in each")
+    parser.add_argument(
+        "--consistency",
+        choices=CONSISTENCY_LEVELS,
+        default="numerical",
+        help="the job's --elastic-consistency; bitwise: micro-batches stay whole, and gradients are summed in fixed "
+        "point (default: numerical)",
+    )
 
 
 def read_job(flags: argparse.Namespace) -> tuple[JobProfile, Cluster]:
@@ -28,7 +36,7 @@ def read_job(flags: argparse.Namespace) -> tuple[JobProfile, Cluster]:
         BadUsage: There is none, its numbers do not fit each other, or the cluster is too small.
     """
     cluster = load_cluster(flags.cluster)
-    job = _on_grid(load_job(flags.job), flags)
+    job = _on_grid(load_job(flags.job), flags).with_consistency(flags.consistency)
     if job.spec.world_size > cluster.num_devices:
         spec = job.spec
         raise BadUsage(

@@ -12,6 +12,7 @@ from megatron_elas.control.environment import TOKEN_VARIABLE
 from megatron_elas.control.launch_options import LaunchOptions
 from megatron_elas.planner.memory import WorkerMemory, estimate_activations, plan_memory, total_parameters
 from megatron_elas.planner.plan import initial_plan
+from megatron_elas.spec.consistency import PROMISES, STREAMS
 from megatron_elas.spec.errors import ExitCode
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan
@@ -90,6 +91,10 @@ class JobSheet:
         allowed = "allowed here" if facts.elastic_refusal is None else f"refused here: {facts.elastic_refusal}"
         beyond = "; where there is an accelerator this release refuses it" if facts.platform == "cpu" else ""
         pairs.append(("--elastic", f"{given}, {allowed}{beyond}"))
+        if facts.elastic and facts.job is not None:
+            pairs.append(
+                ("consistency", f"{facts.job.consistency}: {PROMISES[facts.job.consistency]}; {STREAMS[facts.streams]}")
+            )
         if facts.shape is not None and facts.job is not None:
             shape, job = facts.shape, facts.job
             pairs.append(
@@ -168,17 +173,21 @@ class JobSheet:
         for worker, memory in plan_memory(plan, job, shape, training, facts.snapshot).items():
             groups.setdefault((plan.placement.seat(worker).stage, memory), []).append(worker)
         copied = facts.snapshot != "off"
-        head = ["stage", "workers", "parameters", "weights", "gradients", "optimizer", "activations", "sum"]
+        summed = training.sum_bytes > 0
+        sums = ["fixed-point sums"] if summed else []
+        head = ["stage", "workers", "parameters", "weights", "gradients", *sums, "optimizer", "activations", "sum"]
         host = ["own staging" if facts.snapshot == "replay" else "own copies", "backups", "sum", "in a recovery"]
         rows = [
             [str(stage), format_ranges(workers), f"{memory.parameters / 1e6:.1f} M"]
-            + [_gib(value) for value in (memory.weights, memory.gradients, memory.optimizer, memory.activations)]
+            + [_gib(value) for value in (memory.weights, memory.gradients)]
+            + ([_gib(memory.sums)] if summed else [])
+            + [_gib(value) for value in (memory.optimizer, memory.activations)]
             + [_gib(memory.device)]
             + ([_gib(value) for value in _host_columns(memory)] if copied else [])
             for (stage, memory), workers in groups.items()
         ]
-        sums = "device memory, and host memory for the copies that elasticity keeps" if copied else "device memory"
-        lines = [f"memory per worker in GiB: {sums}", format_table([*head, *host] if copied else head, rows)]
+        which = "device memory, and host memory for the copies that elasticity keeps" if copied else "device memory"
+        lines = [f"memory per worker in GiB: {which}", format_table([*head, *host] if copied else head, rows)]
         if copied:
             lines.append(
                 f"Copies (--elastic-snapshot {facts.snapshot}) take up to {_gib(self._largest_node(groups, 'host'))} "

@@ -22,7 +22,7 @@ def describe_inputs(job: JobProfile, cluster: Cluster, lost: Sequence[tuple[int,
         (
             "job",
             f"{job.name}: {job.num_layers} layers, {spec.num_microbatches} micro-batches of "
-            f"{format_count(spec.micro_batch_size, 'sample')}",
+            f"{format_count(spec.micro_batch_size, 'sample')}, consistency {spec.consistency}",
         ),
         (
             "grid",

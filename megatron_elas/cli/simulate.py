@@ -168,7 +168,8 @@ def _facts(job: JobProfile, cluster: Cluster, trace: Trace) -> dict[str, str]:
     slow = len(trace.events) - failures
     return {
         "job": f"{job.name}: tensor {spec.tensor_parallel} x pipeline {spec.pipeline_parallel} x data "
-        f"{spec.data_parallel}, {spec.num_microbatches} micro-batches of {spec.micro_batch_size}",
+        f"{spec.data_parallel}, {spec.num_microbatches} micro-batches of {spec.micro_batch_size}, "
+        f"consistency {spec.consistency}",
         "cluster": f"{cluster.name}: {cluster.num_devices} x {cluster.device.name}"
         + (f", {spares} of them spare" if spares else ""),
         "trace": f"{trace.name}: {_format_days(trace.seconds)}, {format_count(failures, 'failure')}"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from megatron_elas.control.messages import Answer
 from megatron_elas.control.migration_block import describe_workers
 from megatron_elas.control.states import Ended, Gathering, Resuming, Running, Settling, State, Stopping
+from megatron_elas.spec.consistency import PROMISES
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.faults import Fault, check_faults, parse_fault
 
@@ -37,8 +38,10 @@ def describe(
     replaced = state.roster.copies_replaced
     copies = [f"copies of optimizer states that differed from their owners and were replaced: {replaced}"]
     times = [f"step time: {step_times}"] if step_times else []
+    job = state.roster.job
+    level = [] if job is None else [f"consistency: {job.consistency}, {PROMISES[job.consistency]}"]
     return "\n".join(
-        [_headline(state), *times, *(copies if replaced else []), *_worker_lines(state, step_of, silence_of)]
+        [_headline(state), *level, *times, *(copies if replaced else []), *_worker_lines(state, step_of, silence_of)]
     )
 
 

@@ -65,6 +65,7 @@ def write_facts(
         added_flags=tuple(added),
         elastic=args.elastic,
         snapshot=args.elastic_snapshot if args.elastic else "off",
+        streams=args.elastic_rng,
         elastic_refusal=elastic_refusal,
         uncovered=uncovered,
         job=None if uncovered else describe_job(args, layers_of_stages(args, config)),

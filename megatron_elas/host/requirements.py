@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_elas.host.consistency import check_level
 from megatron_elas.platform.detect import PlatformName
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.job import JobSpec
@@ -70,6 +71,7 @@ def check_elastic_arguments(args: Any, platform: PlatformName) -> None:
     for what, given in refused.items():
         if given:
             raise BadUsage(f"--elastic does not cover {what} yet: leave one of them out")
+    check_level(args, platform)
     if args.elastic_snapshot != "off" and args.elastic_snapshot_replicas >= args.world_size > 1:
         raise BadUsage(
             f"--elastic-snapshot-replicas {args.elastic_snapshot_replicas} needs as many other workers, and each of "

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
+from megatron_elas.spec.consistency import sum_bytes
 from megatron_elas.spec.shape import ModelShape, TrainingShape
 
 DENSE = {
@@ -88,6 +89,7 @@ def describe_training(args: Any, added_flags: Collection[str]) -> TrainingShape:
         hidden_dropout=args.hidden_dropout > 0,
         attention_dropout=args.attention_dropout > 0,
         keeps_scores=args.transformer_impl == "local" and "--transformer-impl" not in added_flags,
+        sum_bytes=sum_bytes(args.elastic_consistency) if args.elastic else 0,
     )
 
 

@@ -49,6 +49,7 @@ def estimate_job(job: JobProfile, cluster: Cluster) -> JobCost:
         optimizer_bytes=8 if element == 4 else 12,
         optimizer_sharded=job.training.sharded_optimizer,
         copy_bytes=VERSIONS * len(SLOTS) * 4,
+        sum_bytes=job.training.sum_bytes,
     )
 
 

@@ -8,9 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 
-from megatron_elas.planner.dataflow import Deal
 from megatron_elas.planner.prediction import Candidate
-from megatron_elas.planner.search import Freedom
+from megatron_elas.planner.search import WHOLE, Freedom
 from megatron_elas.planner.situation import Situation
 from megatron_elas.planner.step_plan import Effort, StepPlan, make_plan
 from megatron_elas.spec.errors import NoFeasiblePlan
@@ -24,8 +23,6 @@ REGROUPING = replace(RESTAGING, cells=True)
 """And where they do not."""
 MORE_MEMORY = 1.1
 """By which the limit is raised when no plan fits."""
-_WHOLE: tuple[Deal, ...] = ("reroute",)
-"""How whole micro-batches move."""
 
 
 def as_job_allows(freedom: Freedom, job: JobSpec, *, exact: bool = True, whole: bool = False) -> Freedom:
@@ -39,7 +36,7 @@ def as_job_allows(freedom: Freedom, job: JobSpec, *, exact: bool = True, whole: 
     """
     if not (job.split_backward and exact):
         freedom = replace(freedom, split=False, orders=False)
-    return replace(freedom, deals=_WHOLE, divide=False) if whole else freedom
+    return replace(freedom, deals=WHOLE, divide=False) if whole else freedom
 
 
 def find_plan(

@@ -6,6 +6,7 @@ Per worker, in bytes::
 
     weights     e P                 bucket padding (at most 256 elements per layer and cell) is not counted
     gradients   g P                 g = 4 when reduced in fp32, else e
+    sums        8 P at bitwise      gradients in fixed point, beside Megatron's buffer; else 0
     optimizer   12 P / D            fp32 master and Adam's two moments; 8 P / D when weights are fp32, being masters
                                     themselves. Not divided by D without the distributed optimizer
 
@@ -52,6 +53,7 @@ class WorkerMemory:
     """Elements, not bytes."""
     weights: int
     gradients: int
+    sums: int
     optimizer: int
     activations: int
     """An estimate; the others are exact but for padding."""
@@ -65,7 +67,7 @@ class WorkerMemory:
     @property
     def device(self) -> int:
         """What has to fit on the accelerator."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gradients + self.sums + self.optimizer + self.activations
 
     @property
     def host(self) -> int:
@@ -191,6 +193,7 @@ def estimate_memory(
         parameters=parameters,
         weights=training.weight_bytes * parameters,
         gradients=training.gradient_bytes * parameters,
+        sums=training.sum_bytes * parameters,
         optimizer=(8 if training.weight_bytes == 4 else 12) * shard,
         activations=estimate_activations(
             shape, training, stage, tensor_parallel, micro_batch_size=micro_batch_size, micro_batches=micro_batches

@@ -286,7 +286,7 @@ class _Memory:
         cost = self.cost
         count = self.parameters[last] - self.parameters[first] + sum(unit.parameters for unit in outer)
         share = load.cells if cost.optimizer_sharded else 1
-        state = count * (cost.weight_bytes + cost.gradient_bytes) + -(-count // share) * cost.optimizer_bytes
+        state = count * cost.whole_bytes + -(-count // share) * cost.optimizer_bytes
         kept = self.activations[last] - self.activations[first] + sum(unit.activation_bytes for unit in outer)
         inner = cost.layers[first : first + 1] if self.same and last > first else cost.layers[first:last]
         working = max((unit.working_bytes for unit in (*inner, *outer)), default=0.0)
@@ -304,7 +304,7 @@ class _Reach(dict[int, int]):
         self._outer = (*before, cost.head, cost.loss) if is_last else before
         if memory.same and not is_last:
             share = load.cells if cost.optimizer_sharded else 1
-            each = cost.weight_bytes + cost.gradient_bytes + cost.optimizer_bytes / share
+            each = cost.whole_bytes + cost.optimizer_bytes / share
             counts = zip(memory.parameters, memory.activations, strict=True)
             self._sums = [each * count + load.in_flight * kept for count, kept in counts]
             # With one layer, so that its working memory counts.

@@ -31,7 +31,7 @@ from megatron_elas.planner.situation import Situation, divided
 from megatron_elas.planner.step_plan import Effort, StepPlan
 from megatron_elas.schedule.warmups import find_order
 from megatron_elas.spec.errors import NoFeasiblePlan
-from megatron_elas.spec.items import whole_micro_batches
+from megatron_elas.spec.items import are_whole, whole_micro_batches
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.layout import Placement
 from megatron_elas.spec.plan import ElasticPlan
@@ -128,6 +128,7 @@ def finish(
     costs: JobCosts | None,
 ) -> ElasticPlan:
     """The plan of a choice: who sits where, and who keeps whose copy. Backups stay where all seats do."""
+    assert not job.keeps_micro_batches or are_whole(chosen.work.items, job.micro_batch_size)
     placement = seat_workers(chosen.candidate, left, job.tensor_parallel, old.placement)
     same = placement.stages == old.placement.stages
     return ElasticPlan(

@@ -28,6 +28,7 @@ from heapq import heapify, heapreplace
 from itertools import pairwise
 
 from megatron_elas.planner.clocks import boost
+from megatron_elas.planner.dataflow import Deal
 from megatron_elas.planner.partition import partition
 from megatron_elas.planner.prediction import Candidate, Predictor, stage_loads
 from megatron_elas.planner.search import Freedom, stay, with_best_layers
@@ -129,14 +130,15 @@ def torchft(begin: Situation, lost: Lost, *, keep_batch: bool = True) -> PolicyS
 def elaswave(begin: Situation, lost: Lost) -> PolicyStep:
     """Reshape, minimax partition, clocks of the busiest raised. Raises NoFeasiblePlan."""
     now = begin.without(lost)
-    candidate = with_best_layers(now, stay(now, deal="reshape"))
+    deal: Deal = "reroute" if now.job.keeps_micro_batches else "reshape"
+    candidate = with_best_layers(now, stay(now, deal=deal))
     predictor = _predictor(now)
     try:
         found = predictor.predict(candidate, 0)
     except Deadlock as error:
         raise NoFeasiblePlan(f"reshaped micro-batches do not fit the memory: {error}") from error
     clocked = boost(predictor, found)
-    return _on_all_cells("elaswave", now, clocked.timed.step_s, candidate, "micro-batches reshaped, layers by minimax")
+    return _on_all_cells("elaswave", now, clocked.timed.step_s, candidate, f"micro-batches {deal}d, layers by minimax")
 
 
 def restart(begin: Situation, lost: Lost) -> PolicyStep:
@@ -228,7 +230,7 @@ class _Template:
         cuts = partition(cost, loads, begin.memory_bytes).cuts
         self.situation = replace(self.situation, cuts=cuts)
         largest = max(cost.parameters(first, last) for first, last in pairwise(cuts))
-        self.exchange_s = begin.link.ring_s(largest * cost.gradient_bytes, pipelines) + begin.link.ring_s(
+        self.exchange_s = begin.link.ring_s(largest * cost.reduced_bytes, pipelines) + begin.link.ring_s(
             largest * cost.weight_bytes, pipelines
         )
         self._known: dict[int, float] = {}

@@ -345,7 +345,7 @@ def stage_tail_s(cost: JobCost, link: Link, first: int, last: int, cells: int, s
     """Seconds of reduction, optimizer and all-gather of a stage of layers ``[first, last)``, one after the other."""
     sums = sums or CostSums(cost)
     parameters = sums.parameters(first, last)
-    reduced = link.ring_s(parameters * cost.gradient_bytes, cells)
+    reduced = link.ring_s(parameters * cost.reduced_bytes, cells)
     gathered = link.ring_s(parameters * cost.weight_bytes, cells)
     return reduced + sums.optimizer_s(first, last) / (cells if cost.optimizer_sharded else 1) + gathered
 

@@ -7,7 +7,7 @@ Each is what ``planner.policies`` says of it, as far as the runtime carries it o
 * ``recycle``: whole micro-batches go to peers, backward is split where the job can, layers stay. All stages step their
   optimizers together, as the runtime does: the paper's staggered optimizer hides more.
 * ``elaswave``: micro-batches reshaped in 1F1B at once, layers partitioned by minimax afterwards, while the job runs.
-  A lost stage is dealt out anew. Clocks stay nominal.
+  A lost stage is dealt out anew. Clocks stay nominal. In jobs that keep their micro-batches these move whole.
 
 A policy that cannot go on says so: NoFeasiblePlan.
 """
@@ -83,4 +83,4 @@ def _recycle(now: Situation) -> Choice:
 
 def _reshaped(now: Situation) -> Candidate:
     possible = all(is_possible(now.job, len(rows), "reshape") for rows in now.rows)
-    return stay(now, deal="reshape" if possible else "reroute")
+    return stay(now, deal="reshape" if possible and not now.job.keeps_micro_batches else "reroute")

@@ -35,6 +35,7 @@ from megatron_elas.planner.situation import SPARE, Situation, divided
 from megatron_elas.schedule.greedy import Taste
 from megatron_elas.schedule.timing import Deadlock
 from megatron_elas.spec.errors import NoFeasiblePlan
+from megatron_elas.spec.job import JobSpec
 
 CELL_MOVE = 0.01
 """Share of the step time that a plan has to win by moving cells."""
@@ -63,6 +64,15 @@ class Freedom:
     """Passes may come in another order than that of 1F1B."""
     staggered: bool = False
     """Stages step their optimizers one by one; see ``prediction``."""
+
+
+WHOLE: tuple[Deal, ...] = ("reroute",)
+"""How whole micro-batches move."""
+
+
+def as_level_allows(freedom: Freedom, job: JobSpec) -> Freedom:
+    """As much of it as keeps the job at its level of consistency."""
+    return replace(freedom, deals=WHOLE, divide=False) if job.keeps_micro_batches else freedom
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

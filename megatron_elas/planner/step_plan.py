@@ -18,7 +18,7 @@ from megatron_elas.planner.layer_moves import Cell as CellName
 from megatron_elas.planner.layer_moves import SliceMove, list_moves, ring_backups
 from megatron_elas.planner.layouts import Layout
 from megatron_elas.planner.prediction import Candidate, Prediction, Predictor
-from megatron_elas.planner.search import Freedom, homes, search
+from megatron_elas.planner.search import Freedom, as_level_allows, homes, search
 from megatron_elas.planner.seating import seat_workers
 from megatron_elas.planner.situation import SPARE, Situation, divided
 from megatron_elas.spec.items import StageItems
@@ -203,6 +203,8 @@ class StepPlan:
                 lines.append(f"Stage {stage} deals its micro-batches to more cells than there are rows.")
             elif not is_stock(job, rows):
                 lines.append(f"Stage {stage} {words[deal]}.")
+        if job.keeps_micro_batches:
+            lines.append(f"Micro-batches are neither cut nor joined: consistency is {job.consistency}.")
         split = any(self.prediction.schedule.is_split(*place) for place in self.prediction.schedule.cells())
         if split:
             lines.append("Backward is split: weight gradients fill what would be bubbles.")
@@ -252,14 +254,15 @@ def make_plan(
 
     Args:
         situation: Who is left, and what the layers cost.
-        freedom: What may change; None: everything that a synchronous step allows.
+        freedom: What may change; None: everything that a synchronous step allows. Jobs that keep their micro-batches
+            have less, see ``search.as_level_allows``.
         effort: How long to look.
         seeds: Tried first, such as the candidates of earlier plans.
 
     Raises:
         NoFeasiblePlan: Nothing fits the memory.
     """
-    freedom = freedom or Freedom()
+    freedom = as_level_allows(freedom or Freedom(), situation.job)
     predictor = Predictor(situation, exact=effort.exact, staggered=freedom.staggered)
     found = search(predictor, freedom, effort.evaluations, seeds)
     nominal = _clocks.nominal(predictor, found.best)

@@ -195,7 +195,7 @@ def stage_tails(cost: JobCost, cuts: Sequence[int], links: Sequence[Link], width
     tails = []
     for (first, last), link, cells in zip(pairwise(cuts), links, widths, strict=True):
         parameters = cost.parameters(first, last)
-        reduced = link.ring_s(parameters * cost.gradient_bytes, cells)
+        reduced = link.ring_s(parameters * cost.reduced_bytes, cells)
         gathered = link.ring_s(parameters * cost.weight_bytes, cells)
         tails.append(Tail(exchange_s=reduced + gathered, optimizer_s=cost.optimizer_s(first, last, cells)))
     return tuple(tails)

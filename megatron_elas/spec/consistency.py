@@ -16,3 +16,19 @@ on what its worker has drawn before, as upstream."""
 
 CONSISTENCY_LEVELS: tuple[ConsistencyLevel, ...] = get_args(ConsistencyLevel)
 RANDOM_STREAMS: tuple[RandomStreams, ...] = get_args(RandomStreams)
+
+PROMISES: dict[ConsistencyLevel, str] = {
+    "statistical": "events change the order of sums, in low precision too",
+    "numerical": "events change losses by rounding",
+    "bitwise": "events change no bit",
+}
+STREAMS: dict[RandomStreams, str] = {
+    "resharded": "masks stay with their samples",
+    "megatron": "masks are drawn from upstream's streams",
+}
+"""For people."""
+
+
+def sum_bytes(level: ConsistencyLevel) -> int:
+    """Of a sum of gradients in fixed point, per parameter: at ``bitwise`` such sums are kept beside the gradients."""
+    return 8 if level == "bitwise" else 0

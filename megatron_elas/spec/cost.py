@@ -114,6 +114,10 @@ class StageTimes:
         return self.forward.fixed_s + self.input_gradient.fixed_s + self.weight_gradient.fixed_s
 
 
+BYTES = ("boundary_bytes", "weight_bytes", "gradient_bytes", "optimizer_bytes", "copy_bytes", "sum_bytes")
+"""Fields of ``JobCost``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCost:
     """All units of a model, and the bytes that go with a parameter.
@@ -138,16 +142,28 @@ class JobCost:
     """The cells of a stage share the optimizer's state; else each has all of it."""
     copy_bytes: int = 0
     """Per parameter that a worker owns or backs up, in host memory."""
+    sum_bytes: int = 0
+    """Per parameter, of sums in fixed point that are kept beside the gradients, and reduced in place of them."""
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise BadUsage("layers is empty: a job has at least one layer")
-        require_not_negative(self, "boundary_bytes", "weight_bytes", "gradient_bytes", "optimizer_bytes", "copy_bytes")
+        require_not_negative(self, *BYTES)
 
     @property
     def num_layers(self) -> int:
         """Transformer layers of the whole model."""
         return len(self.layers)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Per parameter, on every device of its stage and lane."""
+        return self.weight_bytes + self.gradient_bytes + self.sum_bytes
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Per parameter, that is summed over the cells of a stage."""
+        return self.sum_bytes or self.gradient_bytes
 
     def units(self, first: int, last: int) -> tuple[UnitCost, ...]:
         """The units of the stage that holds layers ``[first, last)``, in order."""
@@ -179,7 +195,7 @@ class JobCost:
         """Weights, gradients and optimizer on a device of a stage of this many cells."""
         count = self.parameters(first, last)
         share = cells if self.optimizer_sharded else 1
-        return count * (self.weight_bytes + self.gradient_bytes) + -(-count // share) * self.optimizer_bytes
+        return count * self.whole_bytes + -(-count // share) * self.optimizer_bytes
 
     def activation_bytes(self, first: int, last: int) -> float:
         """Per sample that is between F and B on the stage."""

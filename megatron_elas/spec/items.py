@@ -51,6 +51,12 @@ CellItems = tuple[Item, ...]
 StageItems = tuple[CellItems, ...]
 
 
+def are_whole(stages: Sequence[StageItems], size: int) -> bool:
+    """Whether all items are whole logical micro-batches. Stages that share one object are looked at once."""
+    distinct = {id(cells): cells for cells in stages}.values()
+    return all(item.is_whole(size) for cells in distinct for own in cells for item in own)
+
+
 def micro_batch(number: int, size: int) -> Item:
     """A whole micro-batch as an item."""
     return Item(number, ((number * size, (number + 1) * size),))

@@ -52,6 +52,11 @@ class JobSpec:
             )
 
     @property
+    def keeps_micro_batches(self) -> bool:
+        """Plans neither cut nor join micro-batches: passes of other sizes round in another way."""
+        return self.consistency == "bitwise"
+
+    @property
     def num_layers(self) -> int:
         """Transformer layers of the whole model."""
         return sum(self.stage_layers) or self.pipeline_parallel

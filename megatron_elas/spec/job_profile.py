@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_elas.spec.consistency import ConsistencyLevel, sum_bytes
 from megatron_elas.spec.emulation import EmulatedTime
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.job import JobSpec
@@ -41,6 +42,14 @@ class JobProfile:
         )
         return replace(
             self, spec=spec, shape=replace(self.shape, layers=deal_layers(self.num_layers, pipeline_parallel))
+        )
+
+    def with_consistency(self, level: ConsistencyLevel) -> JobProfile:
+        """The same job at a level of consistency."""
+        return replace(
+            self,
+            spec=replace(self.spec, consistency=level),
+            training=replace(self.training, sum_bytes=sum_bytes(level)),
         )
 
 

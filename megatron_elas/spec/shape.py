@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_elas.spec.consistency import RandomStreams
 from megatron_elas.spec.job import JobSpec
 
 
@@ -46,7 +47,7 @@ class TrainingShape:
     weight_bytes: int
     """Of one parameter: 2 or 4."""
     gradient_bytes: int
-    """Of one gradient in the buffer that is reduced: 2 or 4."""
+    """Of one gradient in Megatron's buffer: 2 or 4."""
     sharded_optimizer: bool
     sequence_parallel: bool
     recompute: str
@@ -55,6 +56,8 @@ class TrainingShape:
     attention_dropout: bool
     keeps_scores: bool
     """Attention is not fused: scores of every pair of tokens are kept, and keys and values repeated for every head."""
+    sum_bytes: int = 0
+    """Of one sum of gradients in fixed point, reduced in place of Megatron's buffer: 8 at ``bitwise``, else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,8 @@ class RunFacts:
     elastic: bool
     snapshot: str
     """How copies of optimizer state are kept: replay, copy or off; off for a run that is not elastic."""
+    streams: RandomStreams
+    """What dropout draws in an elastic run."""
     elastic_refusal: str | None
     """Why this machine would refuse --elastic, whether it was given or not."""
     uncovered: tuple[str, ...]

@@ -46,7 +46,8 @@ def test_every_policy_runs_through_the_same_trace(seen: Seen, capsys: pytest.Cap
     assert (job.name, cluster.name, trace.name) == ("llama2-34b", "npu-96", "rsc-1 x20, seed 5")
     assert trace.seconds == 3 * 86400 and trace.events and all(call[2] == trace for call in seen)
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "job      llama2-34b: tensor 4 x pipeline 4 x data 6, 192 micro-batches of 1"
+    grid = "tensor 4 x pipeline 4 x data 6"
+    assert out[0] == f"job      llama2-34b: {grid}, 192 micro-batches of 1, consistency numerical"
     assert out[1] == "cluster  npu-96: 96 x Ascend 910B"
     assert out[2] == f"trace    rsc-1 x20, seed 5: 3 days, {len(trace.events)} failures"
     assert [line.split()[0] for line in out[4:]] == ["policy", "ours", "recycle", "torchft"]

@@ -83,7 +83,8 @@ FLAG_SETS = (
     FlagSet(
         name="bf16-reduced-in-bf16", first="kill:worker=1@step=3,phase=optimizer",
         second="kill:worker=2@step=5,phase=backward,microbatch=0",
-        flags="--bf16 --grad-reduce-in-bf16 --overlap-grad-reduce --overlap-param-gather",
+        flags="--bf16 --grad-reduce-in-bf16 --elastic-consistency=statistical --overlap-grad-reduce "
+        "--overlap-param-gather",
     ),
     FlagSet(
         name="bf16-reduced-in-fp32", tensor=2, pipeline=1, data=3, tied=True,
@@ -138,6 +139,7 @@ FLAG_SETS = (
     ),
     FlagSet(
         name="reduce-scatter-fp32", first="kill:worker=2@step=3,phase=snapshot",
-        flags="--bf16 --grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation",
+        flags="--bf16 --grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation "
+        "--elastic-consistency=statistical",
     ),
 )  # fmt: skip

@@ -35,7 +35,7 @@ JOBS = {
     "gpt-untied": replace(GRID, llama=False),
     "bf16": replace(GRID, more=("--bf16",)),
     "bf16-tied-overlap": replace(GRID, tied=True, more=("--bf16", *OVERLAP)),
-    "bf16-reduced": replace(GRID, more=("--bf16", "--grad-reduce-in-bf16")),
+    "bf16-reduced": replace(GRID, more=("--bf16", "--grad-reduce-in-bf16", "--elastic-consistency=statistical")),
     "overlap": replace(GRID, more=OVERLAP),
     "overlap-three-cells": Job(layers=(3, 2), data=3, more=OVERLAP),
     "tensor-parallel": replace(GRID, tensor=2, data=1),

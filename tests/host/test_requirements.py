@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_elas.host.requirements import check_elastic_arguments, describe_job
+from megatron_elas.spec.consistency import CONSISTENCY_LEVELS
 from megatron_elas.spec.errors import BadUsage
 
 
@@ -30,6 +31,9 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "adlr_autoresume": False, "ckpt_assume_constant_structure": False, "world_size": 4,
         "transformer_impl": "local", "gradient_accumulation_fusion": False,
         "elastic_snapshot": "replay", "elastic_snapshot_replicas": 1, "elastic_migration": "async",
+        "elastic_consistency": "numerical", "elastic_rng": "resharded", "hidden_dropout": 0.1, "attention_dropout": 0.0,
+        "bf16": False, "accumulate_allreduce_grads_in_fp32": False, "grad_reduce_in_bf16": False,
+        "cross_entropy_loss_fusion": False, "tp_comm_overlap": False, "deterministic_mode": False,
     }  # fmt: skip
     assert changes.keys() <= values.keys()
     return SimpleNamespace(**{**values, **changes})
@@ -43,6 +47,8 @@ def test_a_covered_run_passes_and_its_job_is_described() -> None:
     assert not describe_job(arguments(gradient_accumulation_fusion=True), (3, 5)).split_backward
     assert not describe_job(arguments(transformer_impl="transformer_engine"), (3, 5)).split_backward
     assert describe_job(arguments(elastic_snapshot="off"), (3, 5)).snapshot_replicas == 0
+    assert not job.keeps_micro_batches
+    assert describe_job(arguments(elastic_consistency="bitwise"), (3, 5)).keeps_micro_batches
 
 
 def test_other_platforms_are_refused() -> None:
@@ -70,6 +76,44 @@ def test_what_is_not_covered_is_named_with_its_flag(changes: dict[str, Any], wor
     with pytest.raises(BadUsage) as refusal:
         check_elastic_arguments(arguments(**changes), "cpu")
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+LOW = {"bf16": True, "grad_reduce_in_bf16": True}
+UPSTREAM = {"elastic_rng": "megatron"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "lowest", "words"),
+    [
+        (LOW, "numerical", "--grad-reduce-in-bf16: gradients would be .* reduced in bf16; leave it out"),
+        ({"bf16": True}, "numerical", "--bf16 alone: .* add --accumulate-allreduce-grads-in-fp32"),
+        (UPSTREAM, "numerical", r"--elastic-rng megatron and dropout \(hidden 0.1, attention 0\): .* leave"),
+        ({"gradient_accumulation_fusion": True}, "bitwise", "add --no-gradient-accumulation-fusion"),
+        ({"cross_entropy_loss_fusion": True}, "bitwise", "--cross-entropy-loss-fusion: .* leave it out"),
+        ({"tp_comm_overlap": True}, "bitwise", "--tp-comm-overlap: .* leave it out"),
+        ({"transformer_impl": "transformer_engine"}, "bitwise", "engine on cpu without --deterministic-mode"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_levels_refuse_what_they_cannot_keep_their_promise_with(
+    changes: dict[str, Any], lowest: str, words: str
+) -> None:
+    """And say the next lower level as the other remedy."""
+    first = CONSISTENCY_LEVELS.index(lowest)
+    lower = CONSISTENCY_LEVELS[first - 1]
+    for level in CONSISTENCY_LEVELS[:first]:
+        check_elastic_arguments(arguments(elastic_consistency=level, **changes), "cpu")
+    for level in CONSISTENCY_LEVELS[first:]:
+        with pytest.raises(BadUsage, match=rf"^--elastic-consistency {level} does not go with .*{words}") as refusal:
+            check_elastic_arguments(arguments(elastic_consistency=level, **changes), "cpu")
+        assert str(refusal.value).endswith(f"or choose --elastic-consistency {lower}")
+
+
+def test_upstreams_streams_are_fine_where_nothing_is_drawn_and_bf16_where_sums_are_in_fp32() -> None:
+    for level in CONSISTENCY_LEVELS:
+        check_elastic_arguments(arguments(elastic_consistency=level, hidden_dropout=0.0, **UPSTREAM), "cpu")
+        half = {"bf16": True, "accumulate_allreduce_grads_in_fp32": True}
+        check_elastic_arguments(arguments(elastic_consistency=level, **half), "cpu")
 
 
 def test_no_more_backups_than_other_workers() -> None:

@@ -72,6 +72,8 @@ def test_bytes_per_parameter_are_those_of_megatrons_guide(cells: int) -> None:
         return (memory.weights + memory.gradients + memory.optimizer) / memory.parameters
 
     full = replace(MIXED, weight_bytes=4)
+    exact = memory_of(GPT, replace(MIXED, sum_bytes=8), cells=cells)
+    assert exact.device - memory_of(GPT, MIXED, cells=cells).device == exact.sums == 8 * exact.parameters
     assert bytes_per_parameter(replace(MIXED, sharded_optimizer=False)) == pytest.approx(18)
     assert bytes_per_parameter(MIXED) == pytest.approx(6 + 12 / cells)
     assert bytes_per_parameter(replace(full, sharded_optimizer=False)) == pytest.approx(16)
