@@ -99,7 +99,9 @@ class LinearInputGradient(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         """``hidden`` has the weight where autograd does not see it, and so calls none of its hooks in ``B``."""
         (parameter,) = hidden
-        weight = parameter.detach()
+        # matmul of an operand that needs a gradient is one product of matrices, of another a batch of products, where
+        # the input's strides look transposed (a batch of one): they round differently. Megatron's layer has the first.
+        weight = parameter.detach().requires_grad_()
         ctx.save_for_backward(input, weight)
         ctx.use_bias, ctx.parameter, ctx.item = bias is not None, parameter, item
         ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.tp_group = allreduce_dgrad, sequence_parallel, tp_group

@@ -75,6 +75,22 @@ def test_gradients_are_those_of_the_pass_in_one(
     assert torch.equal(split.weight.main_grad, whole.weight.grad.float())
 
 
+@pytest.mark.parametrize("out", [24, 48, 64])
+def test_an_input_that_looks_transposed_is_multiplied_as_in_the_pass_in_one(linear: Any, out: int) -> None:
+    """One sample of 32 tokens, as an embedding gives it: strides of a batch of one."""
+    found = []
+    for function, item in zip(linear, (None, Deferred(lambda parameter, gradient: None)), strict=True):
+        weight = torch.nn.Parameter(make((out, 16), torch.float32, 1) - 0.5)
+        weight.main_grad = torch.zeros((out, 16))  # type: ignore[attr-defined]
+        entry = (make((1, 32, 16), torch.float32, 2) - 0.5).requires_grad_()
+        with deferring(item):
+            output = function(entry.transpose(0, 1), weight, None, False, False, False, tp_group="none")
+            output.backward((make((1, 32, out), torch.float32, 3) - 0.5).transpose(0, 1))
+        assert item is None or len(item) == 1
+        found.append((output, entry.grad))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
 def test_what_waits_for_w_is_freed_by_it_and_by_a_cancel(linear: Any) -> None:
     for end in (Deferred.run, Deferred.clear):
         layer = Layer(linear[1], (3, 2), torch.float32, bias=False)
