@@ -28,6 +28,7 @@ from megatron_elas.host.optimizer_layout import (
 from megatron_elas.host.parameter_norm import wrap_parameter_norm
 from megatron_elas.host.patching import replace, use, wrap
 from megatron_elas.host.random_seams import (
+    wrap_checkpoint_args,
     wrap_dropout,
     wrap_fork,
     wrap_fused_dropout,
@@ -520,5 +521,12 @@ ROWS = (
         "debug=False, early_stop=True, **kwargs)",
         "torch's own recomputation comes back to the place, too",
         wrap_torch_checkpoint,
+    ),
+    wrap(
+        "elastic.checkpoint-arguments",
+        "megatron.training.checkpointing:check_checkpoint_args",
+        "(checkpoint_args, skip_args=None)",
+        "a checkpoint's random streams go on where it is loaded",
+        wrap_checkpoint_args,
     ),
 )

@@ -42,16 +42,43 @@ class DeviceGenerator:
 
 
 def make_streams(args: Any) -> RandomStreams | None:
-    """As Megatron's arguments say."""
+    """As Megatron's arguments say. They say from now on what the streams' seed is, and checkpoints have them."""
     if args.elastic_rng == "megatron":
         return None
-    return RandomStreams(int(args.seed), int(args.num_layers), DeviceGenerator())
+    args.elastic_streams_seed = int(args.seed)
+    return RandomStreams(args.elastic_streams_seed, int(args.num_layers), DeviceGenerator())
 
 
 def _drawing() -> RandomStreams | None:
     """The streams, if a pass is under way."""
     streams = find_streams()
     return streams if streams is not None and streams.place is not None else None
+
+
+def wrap_checkpoint_args(original: Any) -> Any:
+    """What looks at the arguments of a checkpoint that is loaded: its streams go on, whatever ``--seed`` says now."""
+
+    @functools.wraps(original)
+    def check_checkpoint_args(checkpoint_args: Any, skip_args: Any = None) -> None:
+        from megatron.training import get_args
+        from megatron.training.utils import print_rank_0
+
+        original(checkpoint_args, skip_args)
+        streams, args = find_streams(), get_args()
+        if streams is None:
+            return
+        seed = getattr(checkpoint_args, "elastic_streams_seed", None)
+        if seed is None:
+            print_rank_0(
+                f"megatron_elas: the checkpoint has no resharded random streams: those of --seed {streams.seed} begin"
+            )
+        elif seed != streams.seed:
+            print_rank_0(
+                f"megatron_elas: the random streams of the checkpoint go on, of seed {seed}, not {streams.seed}"
+            )
+            streams.seed = args.elastic_streams_seed = int(seed)
+
+    return check_checkpoint_args
 
 
 def wrap_dropout(original: Any) -> Any:

@@ -43,6 +43,11 @@ class SampleDraws(TorchDispatchMode):
         self._samples = samples
         self._turn = turn
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would import its compiler, for seconds, to keep it from a function that is never compiled."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchDispatchMode."""
         kwargs = kwargs or {}

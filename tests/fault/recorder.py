@@ -8,7 +8,8 @@ ELAS_TEST_KILL_SPARES the spares are killed: they run no step in which a scripte
 ELAS_TEST_SLEEPER names a worker that falls asleep (``sleeper.py``), ELAS_TEST_KILL_CONTROLLER moments at which the
 controller is killed (``controller_killer.py``), ELAS_TEST_SPOIL a fault to plant in a recovery's state
 (``verification_plants.py``), ELAS_TEST_ORDERS gives every plan orders (``forced_orders.py``), ELAS_TEST_SLOW_MOVES
-holds optimizer state up (``slow_moves.py``), and ELAS_TEST_ASK asks for other plans (``asker.py``).
+holds optimizer state up (``slow_moves.py``), ELAS_TEST_ASK asks for other plans (``asker.py``), and ELAS_TEST_MASKS
+records dropout masks (``masks.py``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tests.fault import (
     asker,
     controller_killer,
     forced_orders,
+    masks,
     planting,
     sleeper,
     slow_moves,
@@ -52,6 +54,7 @@ def main() -> int:
     footprints: list[dict[str, Any]] = []
     wanted = {int(v) for v in os.environ.get("ELAS_TEST_VERSIONS", "").split(",") if v}
 
+    mask_recorder = masks.MaskRecorder()
     tracers: list[Tracer] = []
     traced = bool(os.environ.get("ELAS_TEST_TRACE"))
 
@@ -69,6 +72,7 @@ def main() -> int:
             kill_spares(kill_step, step)
         if not attachment().session._executor.remapping:
             record_shard(step)
+        mask_recorder.watch(attachment())
         sleeper.fall_asleep(attachment().worker, step)
         controller_killer.step_begins(attachment().worker, step)
         slow_moves.step_begins(attachment())
@@ -119,6 +123,8 @@ def main() -> int:
         state["problems"] = [] if traced else find_lasting(attached)
         state["parameters"] = {name: param.detach().clone() for name, param in parameters(attached)}
         save("final", attached.worker, state)
+        if mask_recorder.masks:
+            save("masks", attached.worker, mask_recorder.record())
         finish()
 
     MegatronHost.begin_step = record_version  # type: ignore[method-assign]
