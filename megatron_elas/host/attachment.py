@@ -50,7 +50,7 @@ class Attachment:
     samples: list[int] = field(default_factory=list)
     """Sample ids that this worker has read for the step under way."""
     losses: list[dict[str, Any]] = field(default_factory=list)
-    """Of the items of the step under way; empty before the last stage."""
+    """Of the items of the step under way, at ``bitwise`` of all its micro-batches; empty before the last stage."""
     norm: Any = None
     """Gradient norm of the step under way, when it is known."""
     zeros: Any = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from megatron_elas.host.between_steps import wrap_evaluate, wrap_execute_sync, wrap_save_checkpoint
 from megatron_elas.host.bucket_layout import layer_layout
+from megatron_elas.host.gradient_norm import wrap_gradient_norm
 from megatron_elas.host.gradient_sum_seams import (
     wrap_finish_reduction,
     wrap_gradient_hook,
@@ -104,7 +105,7 @@ ROWS = (
         "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, "
         "cp_group_size, collect_non_loss_data=False, checkpoint_activations_microbatch=None, "
         "is_first_microbatch=False, current_microbatch=None, vp_stage=None, is_last_stage=True)",
-        "takes the time of forward passes; a loss is divided by the micro-batches of the batch, not by those of its cell",
+        "takes the time of forward passes; losses are divided by the micro-batches of the batch, not of their cell",
         wrap_forward_step,
     ),
     wrap(
@@ -425,6 +426,13 @@ ROWS = (
         "(self)",
         "the norm is told to workers that a membership change kept from it",
         wrap_chain_norm,
+    ),
+    wrap(
+        "elastic.gradient-norm",
+        "megatron.core.optimizer.clip_grads:get_grad_norm_fp32",
+        "(grads_for_norm, norm_type=2, grad_stats_parallel_group=None)",
+        "at bitwise, the sum is the same for any cut of the optimizer's state and any order of workers",
+        wrap_gradient_norm,
     ),
     wrap(
         "elastic.chain-zeros",

@@ -23,9 +23,12 @@ from typing import Any, NamedTuple
 
 from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.runtime.ports import FaultPoint
-from megatron_elas.spec.items import Item
+from megatron_elas.spec.items import CellItems, Item
 
 LossFunction = Callable[..., tuple[Any, ...]]
+ShareLosses = Callable[[Any, CellItems, int], tuple[Any, Any]]
+"""From losses of a cell's items, these items, and micro-batches of the batch: the losses of all micro-batches, and what
+Megatron is to add over the cells."""
 
 
 class PassCounter:
@@ -137,6 +140,7 @@ def route_schedule(
     keep_losses: Callable[[Any], None],
     run_order: Callable[..., Any] | None = None,
     drawing: Callable[[Item], AbstractContextManager[None]] = lambda item: nullcontext(),
+    share_losses: ShareLosses | None = None,
 ) -> Callable[..., Any]:
     """Wrap a forward-backward function of Megatron.
 
@@ -148,10 +152,12 @@ def route_schedule(
         num_rows: Data-parallel rows of the job; Megatron passes micro-batches per row.
         weights: Of losses; None: Megatron divides by the global token count itself.
         sized: Makes Megatron take a micro-batch for so many samples.
-        keep_losses: Takes what a training pass gave, one dictionary of losses per item.
+        keep_losses: Takes what a training pass gave, one dictionary of losses per item; with ``share_losses`` what
+            that gave.
         run_order: ``host.orders.run_order`` but for what ``schedule`` does not take: runs training passes that the plan
             gives an order for.
         drawing: Around the forward pass of an item in training: what it draws is for the item's samples.
+        share_losses: Puts the losses of all cells together, where their sum must not depend on who ran what.
     """
 
     def run(
@@ -188,8 +194,11 @@ def route_schedule(
             forward_only=forward_only,
             **more,
         )
+        kept = losses
+        if share_losses is not None and pipeline.is_pp_last_stage and not more.get("collect_non_loss_data"):
+            kept, losses = share_losses(losses, items, num_microbatches * num_rows)
         if not forward_only:
-            keep_losses(losses)
+            keep_losses(kept)
         return losses
 
     return run

@@ -20,7 +20,9 @@ from megatron_elas.host.gradient_sums import GradientSums
 from megatron_elas.host.groups import plan_groups, write_globals
 from megatron_elas.host.inspection import Inspector
 from megatron_elas.host.log_handover import Log
+from megatron_elas.host.losses import sum_up
 from megatron_elas.host.model import bucket_groups_of, clear_communication, fit_buffers, named_parameters, sum_gradients
+from megatron_elas.host.one_thread import one_thread
 from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess
 from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.host.restage import ModelFactory, has_room, seed_streams
@@ -76,6 +78,7 @@ class MegatronHost:
         first_step: int,
         log: Log,
         sums: GradientSums | None = None,
+        bitwise: bool = False,
     ) -> None:
         self._worker = worker
         self._initial = initial
@@ -96,6 +99,7 @@ class MegatronHost:
         self._first_samples = int(get_args().consumed_train_samples)
         self._log = log
         self._sums = sums
+        self._bitwise = bitwise
         self.checkpoints = Checkpoints(get_args())
         self._step = first_step
         self._realign = True
@@ -164,7 +168,10 @@ class MegatronHost:
         """Sum the step's losses over the cells of the last stage, and have all workers know them. Gives how many
         vote as this one does.
         """
-        own = sum_losses(list(losses), parallel_state.get_data_parallel_group(with_context_parallel=True))
+        if self._bitwise:
+            own = sum_up(losses)  # of all cells
+        else:
+            own = sum_losses(list(losses), parallel_state.get_data_parallel_group(with_context_parallel=True))
         plan, seat = self._route.plan, self._route.seat
         tells = (seat.stage, seat.cell, seat.lane) == (plan.placement.num_stages - 1, 0, 0)
         told, votes = tell_losses(own, tells, ballot)
@@ -178,7 +185,8 @@ class MegatronHost:
     def apply_update(self, gradients: torch.Tensor, update: Update) -> None:
         """See Host."""
         self._access.write_gradients(gradients)
-        finish_update(self._optimizer, update)
+        with self._updating():
+            finish_update(self._optimizer, update)
 
     def conclude_step(self, step: int, captured: object, update: Update) -> object:
         """See Host."""
@@ -200,8 +208,13 @@ class MegatronHost:
         """See Host."""
         (part,) = self._optimizer.chained_optimizers
         return OptimizerMirror(
-            layout, flat, self._groups.__getitem__, type(part.optimizer), self.update_settings(), part.config.clip_grad
-        )
+            layout, flat, self._groups.__getitem__, type(part.optimizer), self.update_settings(), part.config.clip_grad,
+            self._updating,
+        )  # fmt: skip
+
+    def _updating(self) -> contextlib.AbstractContextManager[None]:
+        """What an update is made in, here as in ``host.transaction``."""
+        return one_thread() if self._bitwise else contextlib.nullcontext()
 
     def plan_groups(self, plan: ElasticPlan) -> dict[str, GroupMembers]:
         """See Host."""

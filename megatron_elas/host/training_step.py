@@ -11,6 +11,7 @@ from megatron_elas.host import orders
 from megatron_elas.host.attachment import Attachment, attachment
 from megatron_elas.host.data import sample_ids
 from megatron_elas.host.gradient_sums import PassesAgain
+from megatron_elas.host.losses import Losses, gather_losses, told_once
 from megatron_elas.host.pipeline import RoutedPipeline
 from megatron_elas.host.schedule import Weights, route_schedule
 from megatron_elas.host.split_backward import deferred
@@ -101,6 +102,7 @@ def _make_host(attached: Attachment, model: Any, optimizer: Any, scheduler: Any,
         first_step=first_step,
         log=attached.log,
         sums=attached.sums,
+        bitwise=attached.job.consistency == "bitwise",
     )
 
 
@@ -134,9 +136,20 @@ def wrap_schedule_lookup(original: Any) -> Any:
             keep_losses,
             run_order,
             functools.partial(_draw_for, attached),
+            _share_losses if attached.job.consistency == "bitwise" else None,
         )
 
     return get_forward_backward_func
+
+
+def _share_losses(losses: Losses, items: CellItems, num_microbatches: int) -> tuple[Losses, Losses]:
+    """See ``host.schedule.ShareLosses``."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    with attachment().timer.exchanging():
+        everybodys = gather_losses(losses, items, num_microbatches, group)
+    return everybodys, told_once(everybodys, group.rank())
 
 
 def _weights(attached: Attachment) -> Weights:

@@ -2,14 +2,17 @@
 
 Both go through Megatron's and torch's own functions on tensors of the same sizes as the owner's, so they give the
 same bits. (An element-wise kernel may round the elements at the end of a tensor differently from those
-before, so a copy that is cut into other pieces would not do.)
+before. Copies that are cut elsewhere give the same bits only because every cut is at a multiple of what kernels take
+at a time, see ``spec.buckets``, and, with several threads, if one of them makes the update: ``host.one_thread``.)
 
 # P elements of one slot of a shard.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -40,6 +43,7 @@ class OptimizerMirror:
         kind: Class of the owner's inner optimizer.
         settings: Options of all its groups.
         clip: Largest norm of the gradients; 0: they are not clipped.
+        updating: Makes what an update is made in.
     """
 
     def __init__(
@@ -50,9 +54,11 @@ class OptimizerMirror:
         kind: Callable[[Settings], torch.optim.Optimizer],
         settings: Settings,
         clip: float,
+        updating: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._flat = flat
         self._clip = clip
+        self._updating = updating
         slots = flat[:-1].view(len(SLOTS), -1)
         groups: Settings = [{**options, "params": []} for options in settings]
         self._params: list[torch.Tensor] = []
@@ -83,8 +89,9 @@ class OptimizerMirror:
             for param, span in zip(self._params, self._spans, strict=True):
                 param.grad = gradients[span]
                 self._optimizer.state[param]["step"] = torch.tensor(step)
-            clip(self._params, self._clip, update)
-            self._optimizer.step()
+            with self._updating():
+                clip(self._params, self._clip, update)
+                self._optimizer.step()
             self._flat[-1] = step + 1  # an owner of nothing but padding counts no updates either
 
 

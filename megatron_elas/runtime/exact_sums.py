@@ -1,14 +1,14 @@
-"""The sum of squares over tensors that workers hold parts of, the same to the last bit for any cut, order and membership.
+"""The sum of squares over tensors that workers hold parts of, equal to the last bit for any cut, order and membership.
 
 A parameter is taken in blocks of ``spec.buckets.CUT`` elements from its start; no cut of it goes through a block.
 
 * A block's sum is made in double precision, in one fixed order. Squares of single precision are exact in it.
-* Sums of blocks are added as integers: a double is an integer times a power of two, so the sum of any number of them is
-  exact in fixed point, and integers can be added in any order. The point is where no square of a single-precision
-  number has bits below it.
+* Sums of blocks are added as integers: a double is an integer times a power of two, so the sum of any number of them
+  is exact in fixed point, and integers can be added in any order. The point is where no square of a number of single
+  precision has bits below it.
 
-A sum is kept as a row of int64: 32 bits of the number in each, from 2**-320 up, then how many blocks were no numbers, and
-how many infinite. Rows add up, element by element: over tensors, and by an all-reduce over workers.
+A sum is kept as a row of int64: 32 bits of the number in each, from 2**-320 up, then how many blocks were no numbers,
+and how many infinite. Rows add up, element by element: over tensors, and by an all-reduce over workers.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def sum_squares(tensors: Iterable[torch.Tensor], device: torch.device | str = "c
     """The row of the sum of the squares of all elements.
 
     Args:
-        tensors: Of fp32 or narrower types, 2**36 elements at most. Each begins at the start of a parameter or a multiple
-            of ``CUT`` elements from it, and ends at the parameter's end or at such a multiple.
+        tensors: Of fp32 or narrower types, 2**36 elements at most. Each begins at the start of a parameter or a
+            multiple of ``CUT`` elements from it, and ends at the parameter's end or at such a multiple.
         device: Where they are, and the row is to be.
 
     Returns:

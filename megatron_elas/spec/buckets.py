@@ -5,9 +5,9 @@ and moving a layer is a set of disjoint rank-to-rank transfers. Buckets have roo
 that they can be cut evenly for every number of replicas the stage can come to have; buffers then stay
 as they are when replicas leave.
 
-However many replicas there are, a parameter is cut only at multiples of ``CUT`` elements from its start. So blocks of so
-many elements, counted from there, are never cut, and vectorised kernels, which may round the elements that are left over
-at the end of a tensor differently, find those elements at the end of the parameter and nowhere else.
+However many replicas there are, a parameter is cut only at multiples of ``CUT`` elements from its start. So blocks of
+so many elements, counted from there, are never cut, and vectorised kernels, which may round the elements that are left
+over at the end of a tensor differently, find those elements at the end of the parameter and nowhere else.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _close(buckets: list[tuple[int, int]], unpadded: list[int], start: int, end:
     numel = end - start
     unpadded.append(numel)
     buckets.append((start, start + bucket_size(numel, replicas)))
-    # For fewer replicas a bucket takes less than SHARE elements per replica beyond numel. Megatron wants buckets to start,
-    # and the buffer to end, at multiples of the replicas.
+    # For fewer replicas a bucket takes less than SHARE elements per replica beyond numel. Megatron wants buckets to
+    # start, and the buffer to end, at multiples of the replicas.
     quantum = math.lcm(SHARE, replicas)
     return start + math.ceil((numel + SHARE * replicas) / quantum) * quantum

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import struct
@@ -35,7 +36,7 @@ def numbers(numel: int, seed: int, spread: float = 3.0) -> torch.Tensor:
 
 def cut(tensor: torch.Tensor, places: list[int]) -> list[torch.Tensor]:
     edges = sorted({0, tensor.numel(), *(place * CUT for place in places if place * CUT < tensor.numel())})
-    return [tensor[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
+    return [tensor[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
 @given(
