@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -141,6 +142,13 @@ class Replica:
         """See Host."""
         self._step = step
 
+    def read_history(self) -> list[int]:
+        """See Host. Nothing does."""
+        return []
+
+    def write_history(self, history: Sequence[int]) -> None:
+        """See Host."""
+
     def missed_step(self, step: int) -> object:
         """See Host."""
         return None
@@ -163,7 +171,11 @@ class Replica:
             weights=weight_sums({piece.name: self._slots[0]}),
             pieces=(inspect_piece(piece, 0, [slot[own] for slot in self._slots], self._slots[0][own]),),
             counters=Counters(
-                consumed_samples=self._step, schedule_samples=0, optimizer_steps=(UNKNOWN, UNKNOWN), streams=0
+                consumed_samples=self._step,
+                schedule_samples=0,
+                loss_scale=0,
+                optimizer_steps=(UNKNOWN, UNKNOWN),
+                streams=0,
             ),
         )
 

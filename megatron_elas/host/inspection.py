@@ -35,8 +35,8 @@ class Inspector:
         self._named = named
         self._name_of = {param: name for name, param in self._named.items()}
 
-    def inspect(self, consumed_samples: int, schedule_samples: int, streams: Mapping[str, Any]) -> Inspection:
-        """Everything. Reads all weights and the whole shard once."""
+    def inspect(self, consumed_samples: int, history: Sequence[int], streams: Mapping[str, Any]) -> Inspection:
+        """Everything. Reads all weights and the whole shard once. ``history``: see ``Host.read_history``."""
         pieces = []
         updates: set[int] = set()
         offset = 0
@@ -52,7 +52,8 @@ class Inspector:
             pieces=pieces,
             counters=Counters(
                 consumed_samples=consumed_samples,
-                schedule_samples=schedule_samples,
+                schedule_samples=history[0],
+                loss_scale=key_of(*map(str, history[1:])),
                 optimizer_steps=(min(updates, default=UNKNOWN), max(updates, default=UNKNOWN)),
                 streams=key_of(*sorted(streams)),
             ),

@@ -39,7 +39,6 @@ def check_elastic_arguments(args: Any, platform: PlatformName) -> None:
             args.num_distributed_optimizer_instances > 1
         ),
         f"--dataloader-type {args.dataloader_type}": args.dataloader_type != "single",
-        "--fp16": args.fp16,
         "--fp8-format": args.fp8 is not None,
         "--fp4-format": args.fp4 is not None,
         "--mtp-num-layers": args.mtp_num_layers is not None,

@@ -21,6 +21,7 @@ from megatron_elas.host.groups import plan_groups, write_globals
 from megatron_elas.host.inspection import Inspector
 from megatron_elas.host.log_handover import Log
 from megatron_elas.host.losses import sum_up
+from megatron_elas.host.loss_scale import LossScale, read_loss_scale, write_loss_scale
 from megatron_elas.host.model import bucket_groups_of, clear_communication, fit_buffers, named_parameters, sum_gradients
 from megatron_elas.host.one_thread import one_thread
 from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess
@@ -50,6 +51,7 @@ class Captured:
     rerun_iteration: int
     cpu_rng: torch.Tensor
     device_rng: dict[str, Any]
+    loss_scale: LossScale | None
     cell: tuple[int, ...]
     """The workers whose random streams go together."""
     sums: CapturedSums | None
@@ -113,6 +115,10 @@ class MegatronHost:
         self._groups: dict[str, int] = {}
         """Index of every parameter's optimizer group, by global name, over the whole model."""
         self._inspector = Inspector(model, named, optimizer)
+        self._first_loss_scale = read_loss_scale(optimizer)
+        """Of the first step."""
+        self._loss_scale = self._first_loss_scale
+        """Before the step under way or, between steps, the last one."""
         sum_gradients(model)
 
     def consumed_samples(self, step: int) -> int:
@@ -186,11 +192,12 @@ class MegatronHost:
         """See Host."""
         self._access.write_gradients(gradients)
         with self._updating():
-            finish_update(self._optimizer, update)
+            finish_update(self._optimizer, update, self._loss_scale)
 
     def conclude_step(self, step: int, captured: object, update: Update) -> object:
         """See Host."""
         assert isinstance(captured, Captured)
+        write_loss_scale(self._optimizer, captured.loss_scale, update)
         if update.applies:
             self._scheduler.num_steps = captured.scheduler_steps
             self._scheduler.step(increment=int(get_args().global_batch_size))
@@ -202,7 +209,7 @@ class MegatronHost:
 
     def update_settings(self) -> Settings:
         """See Host."""
-        return read_settings(self._optimizer)
+        return read_settings(self._optimizer, self._loss_scale)
 
     def make_mirror(self, layout: ShardLayout, flat: torch.Tensor) -> OptimizerMirror:
         """See Host."""
@@ -348,12 +355,14 @@ class MegatronHost:
     def capture(self) -> Captured:
         """See Host."""
         self._drew_with = self._cell()
+        self._loss_scale = read_loss_scale(self._optimizer)
         return Captured(
             step=self._step,
             scheduler_steps=self._scheduler.num_steps,
             rerun_iteration=get_rerun_state_machine().current_iteration,
             cpu_rng=torch.get_rng_state(),
             device_rng=dict(get_cuda_rng_tracker().get_states()),
+            loss_scale=self._loss_scale,
             cell=self._drew_with,
             sums=None if self._sums is None else self._sums.capture(),
         )
@@ -367,6 +376,8 @@ class MegatronHost:
         get_rerun_state_machine().current_iteration = captured.rerun_iteration
         torch.set_rng_state(captured.cpu_rng)
         get_cuda_rng_tracker().set_states(captured.device_rng)
+        write_loss_scale(self._optimizer, captured.loss_scale)
+        self._loss_scale = captured.loss_scale
         self._seed_new_cell(captured.cell)
         if self._sums is not None and captured.sums is not None:
             self._sums.restore(captured.sums)
@@ -381,6 +392,19 @@ class MegatronHost:
             self._step = step
             self._realign = True
         self._seed_new_cell(self._drew_with)
+
+    def read_history(self) -> list[int]:
+        """See Host: samples that the learning-rate schedule has seen, and the state of the loss scaler."""
+        state = read_loss_scale(self._optimizer)
+        return [int(self._scheduler.num_steps), *(() if state is None else state.to_ints())]
+
+    def write_history(self, history: Sequence[int]) -> None:
+        """See Host."""
+        self._scheduler.num_steps, *state = history
+        self._scheduler.step(0)
+        if state:
+            self._loss_scale = LossScale.from_ints(state)
+            write_loss_scale(self._optimizer, self._loss_scale)
 
     def missed_step(self, step: int) -> object:
         """See Host."""
@@ -402,6 +426,7 @@ class MegatronHost:
 
     def load_checkpoint(self, step: int) -> None:
         """See Host."""
+        write_loss_scale(self._optimizer, self._first_loss_scale)  # one of a run without it says nothing of it
         load_into(self._model, self._optimizer, self._scheduler, self.checkpoints.find(step), step)
         get_rerun_state_machine().current_iteration = step
         self._step = step
@@ -410,7 +435,7 @@ class MegatronHost:
     def inspect(self) -> Inspection:
         """See Host."""
         return self._inspector.inspect(
-            self.consumed_samples(self._step), self._scheduler.num_steps, get_cuda_rng_tracker().get_states()
+            self.consumed_samples(self._step), self.read_history(), get_cuda_rng_tracker().get_states()
         )
 
 

@@ -13,24 +13,33 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from megatron_elas.host.loss_scale import LossScale, unscale
 from megatron_elas.host.optimizer import MOMENTS
 from megatron_elas.spec.shards import SLOTS, ShardLayout
 from megatron_elas.spec.transaction import Update
 
-Settings = list[dict[str, Any]]
-"""Options of every parameter group of the optimizer: learning rate, weight decay, betas, ..."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What an update is made with beside gradients and norm."""
+
+    groups: list[dict[str, Any]]
+    """Options of every parameter group of the optimizer: learning rate, weight decay, betas, ..."""
+    loss_scale: LossScale | None = None
+    """With which the gradients were computed."""
 
 
-def read_settings(chained: Any) -> Settings:
-    """The options that the next update is made with."""
+def read_settings(chained: Any, loss_scale: LossScale | None) -> Settings:
+    """Those of the next update; ``loss_scale``: before the step."""
     (part,) = chained.chained_optimizers
-    return [{key: value for key, value in group.items() if key != "params"} for group in part.optimizer.param_groups]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in part.optimizer.param_groups]
+    return Settings(groups=groups, loss_scale=loss_scale)
 
 
 class OptimizerMirror:
@@ -41,7 +50,7 @@ class OptimizerMirror:
         flat: (3 P + 1,) fp32, filled; its parts are the optimizer's tensors.
         group_of: Parameter group by parameter name.
         kind: Class of the owner's inner optimizer.
-        settings: Options of all its groups.
+        settings: Those of any update.
         clip: Largest norm of the gradients; 0: they are not clipped.
         updating: Makes what an update is made in.
     """
@@ -51,7 +60,7 @@ class OptimizerMirror:
         layout: ShardLayout,
         flat: torch.Tensor,
         group_of: Callable[[str], int],
-        kind: Callable[[Settings], torch.optim.Optimizer],
+        kind: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         settings: Settings,
         clip: float,
         updating: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
@@ -60,7 +69,7 @@ class OptimizerMirror:
         self._clip = clip
         self._updating = updating
         slots = flat[:-1].view(len(SLOTS), -1)
-        groups: Settings = [{**options, "params": []} for options in settings]
+        groups: list[dict[str, Any]] = [{**options, "params": []} for options in settings.groups]
         self._params: list[torch.Tensor] = []
         self._spans: list[slice] = []
         moments: list[list[torch.Tensor]] = []
@@ -79,10 +88,11 @@ class OptimizerMirror:
     @torch.no_grad()
     def apply(self, gradients: torch.Tensor, update: Update, settings: object) -> None:
         """See ``runtime.ports.Mirror``."""
-        assert isinstance(settings, list)
+        assert isinstance(settings, Settings)
         step = float(self._flat[-1])
         if self._optimizer is not None:
-            for group, options in zip(self._optimizer.param_groups, settings, strict=True):
+            unscale([gradients], settings.loss_scale)
+            for group, options in zip(self._optimizer.param_groups, settings.groups, strict=True):
                 group.update(options)
                 if "step" in group:  # fused optimizers count there
                     group["step"] = int(step)
@@ -103,12 +113,13 @@ def clip(params: Sequence[torch.Tensor], limit: float, update: Update) -> None:
 
 
 @torch.no_grad()
-def finish_update(chained: Any, update: Update) -> None:
+def finish_update(chained: Any, update: Update, loss_scale: LossScale | None) -> None:
     """Make the update from the gradients in DDP's buffers, without any communication.
 
     Args:
-        chained: Megatron's optimizer, which has not made it.
+        chained: Megatron's optimizer, which has not made it. Its loss scaler is left alone.
         update: The step's.
+        loss_scale: With which the gradients were computed.
     """
     from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
@@ -116,14 +127,16 @@ def finish_update(chained: Any, update: Update) -> None:
         return
     (part,) = chained.chained_optimizers
     timers, part.config.timers = part.config.timers, None  # some of them are barriers
+    scaler, part.grad_scaler = part.grad_scaler, None  # or all would be asked whether a gradient is infinite
     try:
         part.prepare_grads()
+        unscale([param.grad for param in part.get_parameters()], loss_scale)
         clip(part.get_parameters(), part.config.clip_grad, update)
         # Not the method of the class below, which gathers the parameters too.
         make_update = MixedPrecisionOptimizer.step_with_ready_grads
         getattr(make_update, "__wrapped__", make_update)(part)
     finally:
-        part.config.timers = timers
+        part.config.timers, part.grad_scaler = timers, scaler
 
 
 def sum_losses(losses: list[dict[str, torch.Tensor]], group: Any) -> dict[str, torch.Tensor]:

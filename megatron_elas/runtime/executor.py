@@ -165,6 +165,7 @@ class Executor:
                 if not beside:
                     self._fill(store, version, stale)
                 self._rewind(version)
+                self._tell_history(base_plan, plan)
             else:
                 self._load(plan, store, settlement.checkpoint)
                 self._pool.renew(store, version)
@@ -412,6 +413,16 @@ class Executor:
             self._host.rewind(self._state.captures[version])
         else:  # this worker had not yet entered that step, or had no seat
             self._host.catch_up(version)
+
+    def _tell_history(self, base_plan: ElasticPlan | None, plan: ElasticPlan) -> None:
+        """Have workers that get a seat know how the steps went that they have not run. All seated workers call it."""
+        assert base_plan is not None
+        known = set(base_plan.placement.workers)
+        if known.issuperset(plan.placement.workers):
+            return
+        rows = dict(zip(plan.placement.workers, self._groups.all_gather_rows(self._host.read_history()), strict=True))
+        if self._state.worker not in known:
+            self._host.write_history(next(row for worker, row in rows.items() if worker in known))
 
     def _load(self, plan: ElasticPlan, store: ShardStore, step: int) -> None:
         """Take parameters, optimizer and counters from the checkpoint; nothing of what this worker held counts."""

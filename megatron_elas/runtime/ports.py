@@ -135,8 +135,17 @@ class Host(Protocol):
 
     def catch_up(self, step: int) -> None:
         """Bring data, learning rate and counters to the start of ``step``, without a capture of it: this worker stands
-        there already, or had no seat while others ran the steps since.
+        there already, or had no seat while others ran the steps since; then ``write_history`` follows.
         """
+
+    def read_history(self) -> Sequence[int]:
+        """What depends on how earlier steps went and not on their number alone, as it is before the next step: samples
+        that the learning-rate schedule has seen (steps without an update do not count), and how losses are scaled.
+        Equal on all workers, and of the same length.
+        """
+
+    def write_history(self, history: Sequence[int]) -> None:
+        """Take over what ``read_history`` gave on another worker: this one had no seat while others ran steps."""
 
     def missed_step(self, step: int) -> object:
         """What the training loop gets in place of the outcome of a step that ran while this worker had no seat."""

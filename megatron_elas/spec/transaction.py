@@ -65,6 +65,11 @@ class Update:
         return Update(step=step, norm_hex=None if norm is None else float(norm).hex(), zeros=zeros, applies=applies)
 
     @property
+    def overflowed(self) -> bool:
+        """Whether the update is left out because a gradient is infinite or NaN, so that no norm was computed."""
+        return not self.applies and self.norm_hex is None
+
+    @property
     def norm(self) -> float | None:
         """Of all gradients, before clipping. None when the framework computes none."""
         return None if self.norm_hex is None else float.fromhex(self.norm_hex)

@@ -75,10 +75,10 @@ def test_grid_memory_and_environment_of_a_job_of_two_nodes_are_told() -> None:
 
 
 def test_a_line_without_elastic_has_no_copies_and_is_told_whether_it_could_have_them() -> None:
-    outcome = dry_run("--nproc-per-node", "2", *ENTRY, "--fp16")
+    outcome = dry_run("--nproc-per-node", "2", *ENTRY, "--exit-signal-handler")
     assert outcome.code == 0, outcome.err
     assert "copies" not in outcome.out
-    assert "--elastic  not given, refused here: --elastic does not cover --fp16 yet" in outcome.out
+    assert "--elastic  not given, refused here: --elastic does not cover --exit-signal-handler yet" in outcome.out
 
 
 def test_what_a_lost_worker_or_its_node_would_mean_is_told() -> None:
@@ -132,7 +132,7 @@ def test_nothing_is_left_of_a_dry_run(tmp_path: Path) -> None:
     "wrong",
     [
         ("--pipeline-model-parallel-size", "3"),
-        ("--fp16",),
+        ("--exit-signal-handler",),
         *(
             pytest.param(words, marks=pytest.mark.slow)
             for words in (

@@ -20,6 +20,7 @@ from tests.fault.warm_launcher import WarmLauncher
 REPO = Path(__file__).resolve().parents[2]
 RECORDER = Path(__file__).parent / "recorder.py"
 ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples: +(\d+) .*? lm loss: ([0-9.E+-]+)")
+LOSS_SCALE = re.compile(r"iteration +\d+/.*? loss scale: ([0-9.]+) .*? number of skipped iterations: +(\d+)")
 GRADIENT_NORM = re.compile(r"iteration +\d+/.*? grad norm: ([0-9.]+)")
 STEPS = 16
 TRAINING = tuple(
@@ -76,6 +77,11 @@ class Run:
     def gradient_norms(self) -> list[float]:
         """Norms of the gradients before clipping, of the iteration lines."""
         return [float(norm) for norm in GRADIENT_NORM.findall(self.output)]
+
+    @property
+    def loss_scales(self) -> list[tuple[float, bool]]:
+        """Of the iteration lines: the scale of the next step's loss, and whether the step's update was left out."""
+        return [(float(scale), bool(int(skipped))) for scale, skipped in LOSS_SCALE.findall(self.output)]
 
     @property
     def samples(self) -> dict[int, dict[int, list[int]]]:

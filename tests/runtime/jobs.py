@@ -342,6 +342,8 @@ class ToyWorker:
     """Of the last step: a weak reference."""
     steps_run: list[int] = field(default_factory=list)
     steps_missed: list[int] = field(default_factory=list)
+    told: list[int] = field(default_factory=list)
+    """Steps before which another worker has told how those before went."""
     anywhere: dict[str, Callable[[], None]] = field(default_factory=dict)
     """By phase: the same, in whichever step it is first there."""
     crashes: type[Exception] | None = None
@@ -644,6 +646,13 @@ class ToyWorker:
         assert step >= self.step
         self.step = step
 
+    def read_history(self) -> list[int]:
+        return [self.step]
+
+    def write_history(self, history: Sequence[int]) -> None:
+        assert list(history) == [self.step]
+        self.told.append(self.step)
+
     def missed_step(self, step: int) -> int:
         self.steps_missed.append(step)
         return step
@@ -675,7 +684,11 @@ class ToyWorker:
             weights=weight_sums(weights),
             pieces=pieces,
             counters=Counters(
-                consumed_samples=self.step * 8, schedule_samples=self.step * 8, optimizer_steps=updates, streams=0
+                consumed_samples=self.step * 8,
+                schedule_samples=self.step * 8,
+                loss_scale=0,
+                optimizer_steps=updates,
+                streams=0,
             ),
         )
 

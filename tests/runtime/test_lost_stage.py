@@ -93,6 +93,8 @@ def test_a_spare_that_was_idle_for_steps_gets_a_seat_and_its_loop_catches_up(tmp
         assert job.plans[2].placement.describe() == "stage 0: [0,5] [2,3]"
         idle = job.workers[0]
         assert idle.steps_missed == [1, 2, 3, 4] or idle.steps_missed == [1, 2, 3, 4, 5]
+        assert idle.told == [idle.steps_missed[-1] + 1], "how the steps went that it has missed"
+        assert [job.workers[worker].told for worker in (2, 3, 5)] == [[], [], []], "these have run them all"
         assert idle.steps_run[-2:] == [6, 7] and idle.unsaved == []
         assert dict(idle.evaluated).keys() == {6}, "the evaluation of step 2 was over when it came back"
         assert dict(job.workers[2].evaluated).keys() == {2, 6} and job.workers[2].saved == [3, 5]

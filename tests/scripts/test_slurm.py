@@ -155,9 +155,9 @@ def test_a_job_that_gives_up_ends_with_that_code(sbatch: Submit) -> None:
 
 @pytest.mark.slow
 def test_wrong_arguments_end_the_job_with_their_code(sbatch: Submit) -> None:
-    batch = sbatch("tiny", "--fp16")
+    batch = sbatch("tiny", "--exit-signal-handler")
     assert batch.finish() == 2
-    assert "--elastic does not cover --fp16 yet" in batch.output
+    assert "--elastic does not cover --exit-signal-handler yet" in batch.output
     assert batch.secrets == []
 
 

@@ -8,7 +8,8 @@ replicas       workers of one stage and lane have the same weights, bit for bit,
 owners         the ranges that the optimizers of a stage and lane own tile every parameter: no gap, no overlap
 contents       masters and moments in use are what the source sent, and what the backups hold, slot by slot
 cast           weights are exactly the masters, cast to the weights' type
-counters       steps, samples, learning-rate schedule, optimizer updates and random streams are equal everywhere
+counters       steps, samples, learning-rate schedule, loss scale, optimizer updates and random streams are equal
+               everywhere
 =============  ==========================================================================================
 """
 
@@ -181,6 +182,7 @@ _COUNTERS: Mapping[str, Callable[[Row], int]] = {
     "resume step": lambda row: row.version,
     "consumed samples": lambda row: row.consumed_samples,
     "samples of the learning-rate schedule": lambda row: row.schedule_samples,
+    "loss scaler's state (checksum)": lambda row: row.loss_scale,
     "random streams": lambda row: row.streams,
 }
 

@@ -36,6 +36,8 @@ class Counters:
     """Of all steps before the one that is run next."""
     schedule_samples: int
     """Samples that the learning-rate schedule has seen."""
+    loss_scale: int
+    """Of the loss scaler's state, as a checksum."""
     optimizer_steps: tuple[int, int]
     """Least and most updates that a part of the optimizer has counted; UNKNOWN twice where this worker owns nothing."""
     streams: int

@@ -21,6 +21,7 @@ class Row:
     """The step that is run next."""
     consumed_samples: int
     schedule_samples: int
+    loss_scale: int
     streams: int
     fewest_updates: int
     most_updates: int

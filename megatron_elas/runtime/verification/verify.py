@@ -64,6 +64,7 @@ class Evidence:
             version=self.version,
             consumed_samples=counters.consumed_samples,
             schedule_samples=counters.schedule_samples,
+            loss_scale=counters.loss_scale,
             streams=counters.streams,
             fewest_updates=counters.optimizer_steps[0],
             most_updates=counters.optimizer_steps[1],

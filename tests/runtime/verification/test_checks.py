@@ -52,7 +52,9 @@ class Sound:
     pieces: list[Piece] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     counters: Counters = field(
-        default_factory=lambda: Counters(consumed_samples=40, schedule_samples=40, optimizer_steps=(5, 5), streams=7)
+        default_factory=lambda: Counters(
+            consumed_samples=40, schedule_samples=40, loss_scale=3, optimizer_steps=(5, 5), streams=7
+        )
     )
 
     def __post_init__(self) -> None:
@@ -152,6 +154,10 @@ def schedule_reset(workers: Sequence[Sound]) -> None:
     workers[1].counters = replace(workers[1].counters, schedule_samples=0)
 
 
+def lost_loss_scale(workers: Sequence[Sound]) -> None:
+    workers[2].counters = replace(workers[2].counters, loss_scale=4)
+
+
 def lost_samples(workers: Sequence[Sound]) -> None:
     workers[3].counters = replace(workers[3].counters, consumed_samples=48)
 
@@ -193,6 +199,7 @@ PLANTS: dict[Plant, tuple[Check, str]] = {
     bf16_desync: (Check.CAST, "1 weights on worker 2 are not their masters, cast, first in decoder.layers.0.weight"),
     step_counter_reset: (Check.COUNTERS, "optimizer of worker 3.* has counted 0 updates, that of worker 0 5"),
     schedule_reset: (Check.COUNTERS, "worker 1 is at samples of the learning-rate schedule 0, worker 0 at 40"),
+    lost_loss_scale: (Check.COUNTERS, r"worker 2 is at loss scaler's state \(checksum\) 4, worker 0 at 3"),
     lost_samples: (Check.COUNTERS, "worker 3 is at consumed samples 48, worker 0 at 40"),
     lost_stream: (Check.COUNTERS, "worker 1 is at random streams 7, worker 0 at 8"),
     backup_counts_less: (Check.COUNTERS, "optimizer of worker 3, or a copy of it, has counted 4 updates"),
