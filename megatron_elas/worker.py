@@ -17,6 +17,7 @@ from megatron_elas.control.link import ControlLink
 from megatron_elas.control.messages import FaultFired, Hello, Quiesce
 from megatron_elas.control.port import LinkPort
 from megatron_elas.host.attachment import detach
+from megatron_elas.host.audit import Audit
 from megatron_elas.host.checkpoints import use_exchangeable_checkpoints
 from megatron_elas.host.emulation import make_emulation, settle_emulation
 from megatron_elas.host.join import join_megatron
@@ -32,6 +33,7 @@ from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.session import Session
 from megatron_elas.runtime.snapshots import SnapshotMode
 from megatron_elas.runtime.transport.sockets import SocketTransport
+from megatron_elas.spec.audit import KINDS
 from megatron_elas.spec.errors import BadUsage, ElasticError, EpochChanged, ExitCode, NotStarted, comes_of
 from megatron_elas.spec.faults import Fault, FaultPhase, check_faults, parse_fault
 from megatron_elas.spec.job import JobSpec
@@ -55,6 +57,7 @@ class Worker:
         """
         self.job, faults = settle_arguments(args)
         self._environment = environment = WorkerEnvironment.from_environ(os.environ)
+        audit = _make_audit(args, environment)
         self._emulation = emulation = make_emulation(args, environment.worker, Path(environment.run_dir))
         self._session: Session | None = None
         self._ready = threading.Event()
@@ -120,6 +123,8 @@ class Worker:
         if args.elastic_sample_log is not None:
             self.attachment.sample_log = SampleLog(args.elastic_sample_log, environment.worker)
 
+        self.attachment.audit = audit
+
     def _check_memory(self, args: Any, plan: ElasticPlan) -> None:
         """The first worker of a node says what those of the node will take. Raises BadUsage when it is not there."""
         if int(os.environ["LOCAL_RANK"]) == 0:
@@ -135,6 +140,8 @@ class Worker:
         self._link.tell_measured()
         unsaved = self.attachment.unsaved
         self._session.finish(None if unsaved is None else lambda: self._report_unsaved(unsaved))
+        if self.attachment.audit is not None and self.attachment.host is not None:
+            self.attachment.host.tell_audit_end(self.attachment.audit, self._session.plan)
         for fault in self._faults.pending:
             logger.warning("fault %s never struck: training did not come to that place", fault)
         self._close()
@@ -160,6 +167,8 @@ class Worker:
         detach()
         if self.attachment.sample_log is not None:
             self.attachment.sample_log.close()
+        if self.attachment.audit is not None:
+            self.attachment.audit.close()
         if self._emulation is not None:
             self._emulation.close()
         self.attachment.log.close(complete=complete)
@@ -220,6 +229,20 @@ def _own_address(controller: str, first_node: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))
         return str(probe.getsockname()[0])
+
+
+def _make_audit(args: Any, environment: WorkerEnvironment) -> Audit | None:
+    """What --elastic-audit asks for. Raises BadUsage when there is no folder for it."""
+    every = args.elastic_audit
+    if not every:
+        return None
+    if environment.log_dir is None:
+        raise BadUsage(
+            f"--elastic-audit {every} writes to the folder of elasrun --log-dir, which was not given: give elasrun "
+            f"--log-dir DIR, or leave --elastic-audit out"
+        )
+    kinds = [kind for kind in KINDS if kind != "masks"]
+    return Audit(Path(environment.log_dir), environment.worker, every, os.environ["TORCHELASTIC_RUN_ID"], kinds)
 
 
 _worker: list[Worker] = []

@@ -17,6 +17,7 @@ from megatron_elas.spec.errors import BadUsage, ElasticError
 
 COMMANDS = {
     "status": "where a job is",
+    "diff": "the first step and tensor in which two runs with --elastic-audit part",
     "report": "what a job's steps took against what was predicted, and how it recovered",
     "inject": "strike a worker of a running job",
     "drain": "have workers hand over what they hold and leave, while the others go on",

@@ -27,6 +27,8 @@ class WorkerEnvironment:
     """Interval."""
     progress_s: float
     """Least limit for a main thread without progress."""
+    log_dir: str | None = None
+    """Folder of the job's logs on this node; None: nothing is written down."""
 
     def to_environ(self) -> dict[str, str]:
         """The variables."""
@@ -38,6 +40,7 @@ class WorkerEnvironment:
             "ELAS_RUN_DIR": self.run_dir,
             "ELAS_HEARTBEAT_S": str(self.heartbeat_s),
             "ELAS_PROGRESS_S": str(self.progress_s),
+            "ELAS_LOG_DIR": self.log_dir or "",
         }
 
     @staticmethod
@@ -56,6 +59,7 @@ class WorkerEnvironment:
                 run_dir=environ["ELAS_RUN_DIR"],
                 heartbeat_s=float(environ["ELAS_HEARTBEAT_S"]),
                 progress_s=float(environ["ELAS_PROGRESS_S"]),
+                log_dir=environ.get("ELAS_LOG_DIR") or None,
             )
         except KeyError as error:
             raise BadUsage(

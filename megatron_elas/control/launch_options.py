@@ -112,6 +112,7 @@ def make_requests(
             run_dir=str(run_dir),
             heartbeat_s=options.timeouts.heartbeat_interval_s,
             progress_s=options.timeouts.progress_timeout_s,
+            log_dir=None if options.log_dir is None else str(options.log_dir),
         )
         requests.append(
             StartWorker(

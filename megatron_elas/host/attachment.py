@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_elas.host.audit import Audit
 from megatron_elas.host.data import SeekableLoader
 from megatron_elas.host.emulation import Emulation
 from megatron_elas.host.gradient_sums import GradientSums
@@ -47,6 +48,7 @@ class Attachment:
     sample_log: SampleLog | None = None
     streams: RandomStreams | None = None
     """None with ``--elastic-rng megatron``."""
+    audit: Audit | None = None
     samples: list[int] = field(default_factory=list)
     """Sample ids that this worker has read for the step under way."""
     losses: list[dict[str, Any]] = field(default_factory=list)

@@ -52,7 +52,7 @@ class SeekableLoader:
         consumed: Samples of all steps before the first.
         items: Gives this cell's items of a step of this loader, in order.
         make_loader: Makes a torch data loader from a batch sampler (workers, pinning and collation as Megatron set).
-        observe: Called with the samples of every item handed out, when given.
+        observe: Called with the samples of every item handed out, and what was read, when given.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SeekableLoader:
         consumed: int,
         items: Callable[[], CellItems],
         make_loader: Callable[[Any], Any],
-        observe: Callable[[tuple[int, ...]], None] | None = None,
+        observe: Callable[[tuple[int, ...], Any], None] | None = None,
     ) -> None:
         self._dataset = dataset
         self._num_samples = len(dataset)
@@ -113,5 +113,5 @@ class SeekableLoader:
         batch = next(self._stream)
         self._position += 1
         if self._observe is not None:
-            self._observe(ids)
+            self._observe(ids, batch)
         return batch

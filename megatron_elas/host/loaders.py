@@ -46,8 +46,13 @@ def wrap_data_loaders(original: Any) -> Any:
         def eval_items() -> CellItems:
             return attached.route.evaluation_items(batch_size // size, size)
 
+        def observe(samples: tuple[int, ...], batch: Any) -> None:
+            attached.samples.extend(samples)
+            if attached.audit is not None:
+                attached.audit.observe_batch(samples, batch)
+
         attached.train_loader = _make_seekable(
-            train, step_items, args.global_batch_size, args.consumed_train_samples, attached.samples.extend
+            train, step_items, args.global_batch_size, args.consumed_train_samples, observe
         )
         if valid is not None:
             valid = [_make_seekable(v, eval_items, batch_size, args.consumed_valid_samples) for v in valid]
@@ -62,7 +67,7 @@ def _make_seekable(
     items: Callable[[], CellItems],
     batch_size: int,
     consumed: int,
-    observe: Callable[[tuple[int, ...]], None] | None = None,
+    observe: Callable[[tuple[int, ...], Any], None] | None = None,
 ) -> SeekableLoader | None:
     """A loader over the same dataset that follows the plan; None for None."""
     if stock is None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_elas.spec.audit import GRADIENTS, STATES
 from megatron_elas.spec.shards import SLOTS, Piece, ShardLayout
 
 MOMENTS = SLOTS[1:]
@@ -28,6 +29,8 @@ class ShardAccess:
         """(piece, inner optimizer, fp32 master of the piece): found once, read in every step."""
         self._gradients = [param.main_grad.view(-1)[piece.start : piece.stop] for piece, _, _, param in found]
         """Of every piece, inside DDP's buffers."""
+        self._counts = [param.numel() for *_, param in found]
+        """Elements of every piece's whole parameter."""
 
     def layout(self) -> ShardLayout:
         """What the optimizer in use owns, in flat order."""
@@ -47,6 +50,18 @@ class ShardAccess:
 
     def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return list(flat.split([piece.numel for piece, _, _ in self._pieces]))
+
+    def tensors(self) -> Iterator[tuple[Piece, int, dict[str, torch.Tensor | None]]]:
+        """Every piece: its place, the elements of the whole parameter, and its values by kind (``spec.audit``), as they
+        are; None: not yet made, so zeros.
+        """
+        for (piece, inner, main), gradient, count in zip(self._pieces, self._gradients, self._counts, strict=True):
+            state = inner.state.get(main, {})
+            slots = (main, *(state.get(moment) for moment in MOMENTS))
+            values = {
+                kind: None if slot is None else slot.detach().view(-1) for kind, slot in zip(STATES, slots, strict=True)
+            }
+            yield piece, count, {**values, GRADIENTS: gradient}
 
     def read(self, flat: torch.Tensor) -> None:
         """Copy the shard into ``flat``, fp32, 3 P + 1 elements. Moments not yet made read as zeros."""

@@ -13,6 +13,7 @@ from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machin
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.training import get_args, get_timers
 
+from megatron_elas.host.audit import Audit
 from megatron_elas.host.contents import describe_parameters
 from megatron_elas.host.data import SeekableLoader
 from megatron_elas.host.gradient_sums import Captured as CapturedSums
@@ -169,6 +170,21 @@ class MegatronHost:
     def write_shard(self, flat: torch.Tensor) -> None:
         """See Host."""
         self._access.write(flat)
+
+    def tell_audit(self, audit: Audit) -> None:
+        """Write what this worker knows of the step under way, its gradients reduced and its shard not yet updated."""
+        audit.write(self._route.plan, self._step, self._access.tensors(), self.losses, self._tied_copies())
+
+    def tell_audit_end(self, audit: Audit, plan: ElasticPlan) -> None:
+        """Write what training has made. For after the last step; ``plan`` is that in force then."""
+        audit.write_end(plan, self._step, self._access.tensors(), self._tied_copies())
+
+    def _tied_copies(self) -> list[str]:
+        return [
+            name
+            for name, param in named_parameters(self._model)
+            if getattr(param, "shared_embedding", False) and not name.startswith("embedding.")
+        ]
 
     def share_losses(self, losses: Sequence[dict[str, torch.Tensor]], ballot: tuple[int, int]) -> tuple[int, int]:
         """Sum the step's losses over the cells of the last stage, and have all workers know them. Gives how many

@@ -61,6 +61,8 @@ def wrap_train_step(original: Any) -> Any:
             if attached.emulation is not None:
                 attached.emulation.begin_step()
             attached.samples.clear()
+            if attached.audit is not None:
+                attached.audit.begin_step(step)
             attached.norm = attached.zeros = None
             attached.counter.begin(step)
             attached.timer.begin(attached.session.plan.epoch, step)

@@ -30,6 +30,8 @@ def wrap_chain_step(original: Any) -> Any:
             attached.session.count_ballots(votes, len(attached.route.plan.placement.workers))
             attached.session.exchange_gradients()
         _log_samples(attached)
+        if attached.audit is not None:
+            attached.host.tell_audit(attached.audit)
         with attached.timer.optimizing():
             outcome = original(self)
         success, norm, zeros = outcome

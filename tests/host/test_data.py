@@ -35,7 +35,7 @@ def make_loader(cell: Cell, *, workers: int = 0, size: int = 64, consumed: int =
         consumed=consumed,
         items=lambda: cell.items,
         make_loader=make,
-        observe=seen.extend,
+        observe=lambda samples, _: seen.extend(samples),
     )
     return loader, seen
 

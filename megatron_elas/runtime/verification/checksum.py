@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ BLOCK = 4096
 MODULUS = 1 << 64
 _CHUNK = 64 * BLOCK
 """Words that are widened at a time where there is no C library."""
-_WORDS = {2: (torch.int16, 0xFFFF), 4: (torch.int32, 0xFFFFFFFF)}
+_WORDS = {1: (torch.uint8, 0xFF), 2: (torch.int16, 0xFFFF), 4: (torch.int32, 0xFFFFFFFF)}
 
 
 def key_of(*names: object) -> int:
@@ -38,7 +39,7 @@ def checksum(values: torch.Tensor, key: int, start: int = 0) -> int:
     """Of the bits of ``values``.
 
     Args:
-        values: Of 16 or 32 bits each, contiguous, on the CPU. Any shape; counted row by row.
+        values: Of 8, 16 or 32 bits each, contiguous, on the CPU. Any shape; counted row by row.
         key: Of the row that they are part of, see ``key_of``.
         start: Where in the row the first one stands.
 
@@ -49,7 +50,7 @@ def checksum(values: torch.Tensor, key: int, start: int = 0) -> int:
         ValueError: The elements have another size.
     """
     if values.element_size() not in _WORDS:
-        raise ValueError(f"checksums are of elements of 2 or 4 bytes, got {values.dtype}")
+        raise ValueError(f"checksums are of elements of 1, 2 or 4 bytes, got {values.dtype}")
     values = values.detach()
     if _library is None or not values.is_contiguous() or values.device.type != "cpu":
         return _checksum_in_python(values, key, start)
@@ -57,6 +58,37 @@ def checksum(values: torch.Tensor, key: int, start: int = 0) -> int:
         values.data_ptr(), values.element_size(), values.numel(), _WEIGHTS.data_ptr(), key % MODULUS, start
     )
     return result
+
+
+def range_sums(values: torch.Tensor, key: int, start: int, size: int) -> list[int]:
+    """``checksum`` of every range of the row apart.
+
+    Args:
+        values: As for ``checksum``.
+        key: Of the row.
+        start: Where in the row the first one stands.
+        size: Elements of a range; ranges begin at its multiples.
+
+    Returns:
+        One number per range that ``values`` has elements of, in order. None for no elements.
+
+    Raises:
+        ValueError: The elements have another size.
+    """
+    values = values.detach()
+    count = values.numel()
+    if not count:
+        return []
+    first, stop = start // size, -(-(start + count) // size)
+    if _library is None or not values.is_contiguous() or values.device.type != "cpu" or values.element_size() > 4:
+        flat = values.reshape(-1)
+        edges = [max(start, number * size) for number in range(first, stop)] + [start + count]
+        return [checksum(flat[low - start : high - start], key, low) for low, high in pairwise(edges)]
+    sums = (ctypes.c_uint64 * (stop - first))()
+    _library.elas_range_sums(
+        values.data_ptr(), values.element_size(), count, _WEIGHTS.data_ptr(), key % MODULUS, start, size, sums
+    )
+    return list(sums)
 
 
 def to_row(number: int) -> int:
@@ -117,6 +149,10 @@ def _load() -> ctypes.CDLL | None:
             ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64,
         ]  # fmt: skip
         library.elas_checksum.restype = ctypes.c_uint64
+        library.elas_range_sums.argtypes = [
+            *library.elas_checksum.argtypes, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
+        ]  # fmt: skip
+        library.elas_range_sums.restype = None
     return library
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from megatron_elas.runtime.verification import checksum as module
-from megatron_elas.runtime.verification.checksum import BLOCK, MODULUS, checksum, edge_of, key_of, to_row
+from megatron_elas.runtime.verification.checksum import BLOCK, MODULUS, checksum, edge_of, key_of, range_sums, to_row
 
 KEY = key_of("slot", "master")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -73,6 +75,39 @@ def test_c_and_python_agree(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("_engine")
+@pytest.mark.parametrize("size", [64, 1000, BLOCK, 1 << 20])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bool])
+def test_ranges_add_up_wherever_the_cuts_are(dtype: torch.dtype, size: int) -> None:
+    values = values_of(2 * BLOCK + 11) > 0 if dtype == torch.bool else values_of(2 * BLOCK + 11, dtype)
+    whole = range_sums(values, KEY, 0, size)
+    assert len(whole) == -(-values.numel() // size)
+    assert sum(whole) % MODULUS == checksum(values, KEY)
+    for cuts in ([1], [63, 64, 65, 1000], [BLOCK - 1, BLOCK, 2 * BLOCK + 10], list(range(0, 2 * BLOCK, 777))):
+        edges = [0, *cuts, values.numel()]
+        total = [0] * len(whole)
+        for low, high in itertools.pairwise(edges):
+            for number, part in enumerate(range_sums(values[low:high], KEY, low, size), low // size):
+                total[number] += part
+        assert [own % MODULUS for own in total] == whole
+    changed = values.clone()
+    changed[-1] = ~changed[-1] if dtype == torch.bool else changed[-1] + 1
+    others = range_sums(changed, KEY, 0, size)
+    assert others[:-1] == whole[:-1] and others[-1] != whole[-1]
+
+
+def test_c_and_python_agree_on_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    if module._library is None:
+        pytest.skip("the C library is not built")
+    values = values_of(3 * BLOCK + 5)
+    cases = [
+        (view, start, size) for view in (values, values[:0], values > 0) for start in (0, 63) for size in (64, BLOCK)
+    ]
+    native = [range_sums(values, KEY, start, size) for values, start, size in cases]
+    monkeypatch.setattr(module, "_library", None)
+    assert [range_sums(values, KEY, start, size) for values, start, size in cases] == native
+
+
+@pytest.mark.usefixtures("_engine")
 def test_other_rows_have_other_checksums_and_zeros_have_none() -> None:
     values = values_of(100)
     assert checksum(values, key_of("weight", "a")) != checksum(values, key_of("weight", "b"))
@@ -91,7 +126,7 @@ def test_weights_are_distinct_and_fit_into_32_bits() -> None:
 
 
 def test_elements_of_other_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"2 or 4 bytes, got torch\.float64"):
+    with pytest.raises(ValueError, match=r"1, 2 or 4 bytes, got torch\.float64"):
         checksum(torch.zeros(1, dtype=torch.float64), KEY)
 
 

@@ -1,0 +1,244 @@
+"""Where two audited runs part: the first step, kind and place, in the order in which a step makes what is told."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_elas.cli.audit_files import AuditedRun, AuditedStep, Place
+from megatron_elas.cli.text import format_count, format_ranges
+from megatron_elas.spec.audit import ALL_LANES, GRADIENTS, KINDS, STATES, range_size
+from megatron_elas.spec.errors import BadUsage
+from megatron_elas.spec.layout import describe_layers
+
+_TENSORS = (*STATES, GRADIENTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One run at the place where they part."""
+
+    value: str | None
+    """Checksum, or loss; None: it has nothing there."""
+    epoch: int
+    placement: str
+    workers: tuple[int, ...]
+    """That told of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first place, and what else differs in that step."""
+
+    step: int
+    kind: str
+    place: Place
+    what: str
+    """The place in words, with its coordinates."""
+    further: int
+    """Other tensors, samples or masks of the kind that differ in the step."""
+    others: tuple[str, ...]
+    """Kinds after it that differ in the step too."""
+    same: tuple[str, ...]
+    """Kinds before it that are equal in the step."""
+    a: Side
+    b: Side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Of two runs."""
+
+    kinds: tuple[str, ...]
+    """That both tell."""
+    equal: tuple[int, ...]
+    """Steps that both tell, before the one in which they part."""
+    chain: str
+    """Digest of what was told of these, the same for both."""
+    difference: Difference | None
+
+
+def compare(a: AuditedRun, b: AuditedRun) -> Comparison:
+    """Go through the steps that both tell until they part.
+
+    Raises:
+        BadUsage: They have nothing in common that could be compared.
+    """
+    if a.lanes != b.lanes:
+        raise BadUsage(
+            f"{a.folder} is of a job of tensor-parallel size {a.lanes} and {b.folder} of {b.lanes}, whose shards are "
+            f"not the same tensors: compare runs of one tensor-parallel size"
+        )
+    steps = sorted(set(a.steps) & set(b.steps))
+    if not steps:
+        raise BadUsage(
+            f"{a.folder} tells {a.describe_steps()} and {b.folder} tells {b.describe_steps()}, so no step is in both: audit both from the same step on, with the "
+            f"same --elastic-audit N"
+        )
+    kinds = tuple(kind for kind in a.kinds if kind in b.kinds)
+    chain = ""
+    for done, step in enumerate(steps):
+        one, two = a.read_step(step), b.read_step(step)
+        difference = _part(one, two, kinds)
+        if difference is not None:
+            return Comparison(kinds=kinds, equal=tuple(steps[:done]), chain=chain, difference=difference)
+        chain = _chain(one, kinds, chain)
+    return Comparison(kinds=kinds, equal=tuple(steps), chain=chain, difference=None)
+
+
+def _chain(step: AuditedStep, kinds: tuple[str, ...], before: str) -> str:
+    """The digest of a step's values and of all before it, which does not depend on who told them."""
+    table = {
+        kind: sorted((list(place), value) for place, value in _comparable(step, kind).items())
+        for kind in kinds
+        if kind in step.values
+    }
+    text = json.dumps([before, step.step, table])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _comparable(step: AuditedStep, kind: str) -> Mapping[Place, str]:
+    """Without the copy of a tied embedding, which a run on one stage does not have."""
+    values = step.values[kind]
+    if kind not in _TENSORS or not step.seats.tied:
+        return values
+    return {place: value for place, value in values.items() if place[0] not in step.seats.tied}
+
+
+def _part(a: AuditedStep, b: AuditedStep, kinds: tuple[str, ...]) -> Difference | None:
+    found: tuple[str, list[Place]] | None = None
+    others, same = [], []
+    for kind in (kind for kind in kinds if kind in a.values and kind in b.values):
+        places = _differing(a, b, kind)
+        if found is not None:
+            others += [kind] if places else []
+        elif places:
+            found = kind, places
+        else:
+            same.append(kind)
+    if found is None:
+        return None
+    kind, places = found
+    place = places[0]
+    things = {_thing(kind, other) for other in places}
+    return Difference(
+        step=a.step,
+        kind=kind,
+        place=place,
+        what=_describe(kind, place, a, b),
+        further=len(things) - 1,
+        others=tuple(others),
+        same=tuple(same),
+        a=_side(a, kind, place),
+        b=_side(b, kind, place),
+    )
+
+
+def _differing(a: AuditedStep, b: AuditedStep, kind: str) -> list[Place]:
+    """Places, in order."""
+    # A tied weight has its copy where there are several stages; that of one run only says nothing.
+    ours, theirs = a.values[kind], b.values[kind]
+    if kind in _TENSORS and {place[0] for place in ours} != {place[0] for place in theirs}:
+        ours, theirs = _comparable(a, kind), _comparable(b, kind)
+    places = [place for place in ours.keys() | theirs.keys() if ours.get(place) != theirs.get(place)]
+    return sorted(places, key=_order)
+
+
+def _order(place: Place) -> tuple[object, ...]:
+    """As people count: layer 2 before layer 10."""
+    return tuple(
+        tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", entry))
+        if isinstance(entry, str)
+        else entry
+        for entry in place
+    )
+
+
+def _thing(kind: str, place: Place) -> Place:
+    """What is counted: a tensor, not its ranges; a sample, not its readers."""
+    return place[:2] if kind in _TENSORS else place[1:] if kind == "samples" else place
+
+
+def _side(step: AuditedStep, kind: str, place: Place) -> Side:
+    return Side(
+        value=step.values[kind].get(place),
+        epoch=step.epoch,
+        placement=step.seats.placement.describe(step.seats.layers),
+        workers=step.writers_of(kind, place),
+    )
+
+
+def _describe(kind: str, place: Place, a: AuditedStep, b: AuditedStep) -> str:
+    ours, theirs = a.values[kind].get(place), b.values[kind].get(place)
+    differs = "differs" if ours and theirs else f"is in {'A' if ours else 'B'} only"
+    if kind == "samples":
+        return f"sample {place[1]}, as read for the {place[0]} stage, {differs}"
+    if kind == "losses":
+        if ours and theirs:
+            return f"the {place[0]} is {_read_float(ours)} in A and {_read_float(theirs)} in B"
+        return f"the {place[0]} {differs}"
+    if kind == "masks":
+        sample, layer, site, lane = place
+        lanes = "all lanes" if lane == ALL_LANES else f"lane {lane}"
+        layers = max(stop for _, stop in a.seats.layers)
+        where = "before the layers" if layer == 0 else f"in {_describe_layer(int(layer), layers)}"
+        return f"the mask of sample {sample} {where} (site {site}, {lanes}) {differs}"
+    name, lane, number = place
+    noun = {"parameters": "the parameter", GRADIENTS: "the gradient of"}.get(kind, f"{kind} of")
+    counts = [step.counts.get((str(name), int(lane))) for step in (a, b)]
+    if None not in counts and counts[0] != counts[1]:
+        return f"{noun} {name} (lane {lane}) has {counts[0]} elements in A and {counts[1]} in B"
+    if None in counts:
+        return f"{noun} {name} (lane {lane}) is in {'A' if ours else 'B'} only"
+    count = counts[0] or 0
+    size = range_size(count)
+    first = int(number) * size
+    last = min(first + size, count) - 1
+    return f"{noun} {name} (lane {lane}, elements {first} to {last} of {count}) differs"
+
+
+def _describe_layer(number: int, layers: int) -> str:
+    return describe_layers(number - 1, number) if number <= layers else "the head"
+
+
+def _read_float(text: str) -> str:
+    try:
+        return repr(float.fromhex(text))
+    except ValueError:
+        return text
+
+
+def describe(a: AuditedRun, b: AuditedRun, found: Comparison) -> str:
+    """One sentence."""
+    until = f"{_span(found.equal)}" if found.equal else ""
+    difference = found.difference
+    if difference is None:
+        return (
+            f"A and B are equal in {until} ({format_count(len(found.equal), 'step')}): {_join(found.kinds)}; "
+            f"chain {found.chain}"
+        )
+    nouns = {"samples": "sample", "masks": "mask", "losses": "loss"}
+    more = ""
+    if difference.further:
+        more = f", as {'does' if difference.further == 1 else 'do'} "
+        noun = nouns.get(difference.kind, "tensor")
+        plural = noun + ("es" if noun == "loss" else "s")
+        more += f"{difference.further} more {noun if difference.further == 1 else plural}"
+    if difference.others:
+        more += f"{' and' if more else ', and so do'} {_join(difference.others)} of that step"
+    equal = [until] if until else []
+    equal += [f"{_join(difference.same)} of step {difference.step}"] if difference.same else []
+    common = f"until then {' and the '.join(equal)} are equal" if equal else "nothing before it is in both audits"
+    return f"A and B part in step {difference.step}: {difference.what}{more}; {common}"
+
+
+def _span(steps: tuple[int, ...]) -> str:
+    return f"step{'s' if len(steps) > 1 else ''} {format_ranges(steps)}"
+
+
+def _join(kinds: tuple[str, ...]) -> str:
+    names = [kind for kind in KINDS if kind in kinds]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
