@@ -20,7 +20,7 @@ RUN := "$(or $(USE_PYTHON),$(VENV)/bin/python)"
 # Folders without torch, checked strictly; those that exist.
 TYPED := $(wildcard $(addprefix megatron_elas/,spec schedule planner simulator control cli config.py prerequisites.py proof.py))
 
-.PHONY: help native demo test test-all check lint types imports format campaign soak bench-communicator bench-recovery bench-detection bench-emulation bench-goodput bench-migration bench-orders bench-planner bench-rebuild bench-throughput bench-transaction venv clean distclean
+.PHONY: help native demo test test-all check lint types imports format campaign soak bench-communicator bench-consistency bench-recovery bench-detection bench-emulation bench-goodput bench-migration bench-orders bench-planner bench-rebuild bench-throughput bench-transaction venv clean distclean
 
 help:
 	@echo "make demo                train a tiny Llama, lose a worker, watch it go on"
@@ -29,6 +29,7 @@ help:
 	@echo "make soak                a random campaign: FAULTS=200 SEED=1; one case of it again: SEED=1 CASE=17"
 	@echo "make check               style, types, import rules;  make format: mend the style"
 	@echo "make bench-communicator  process groups: ours against gloo, and a lost replica against torchft"
+	@echo "make bench-consistency   losses through events against the undisturbed run, by level; step time and memory of the levels"
 	@echo "make bench-recovery      step time with and without --elastic; a lost worker against a restart; how recovery grows"
 	@echo "make bench-transaction   step time with and without backups, bytes on the wire, recoveries with gradients or copies"
 	@echo "make bench-rebuild       time of a worker's rebuild when one of its layers moves, against one of everything"
@@ -79,6 +80,9 @@ format: venv
 
 bench-communicator: native
 	@$(RUN) benchmarks/communicator.py $(ARGS)
+
+bench-consistency: native
+	@$(RUN) benchmarks/consistency.py $(ARGS)
 
 bench-recovery: native
 	@$(RUN) benchmarks/recovery.py $(ARGS)

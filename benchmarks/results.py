@@ -11,6 +11,11 @@ def print_result(name: str, value: float, unit: str, digits: int = 3) -> None:
     print(f"RESULT {name}={value:.{digits if abs(value) < 100 else 0}f} {unit}", flush=True)
 
 
+def print_small(name: str, value: float, unit: str) -> None:
+    """One RESULT line of a value that may be many powers of ten below 1; 0 is exactly that."""
+    print(f"RESULT {name}={value:.3e} {unit}" if value else f"RESULT {name}=0 {unit}", flush=True)
+
+
 def print_ratio(name: str, upper: Sequence[float], lower: Sequence[float]) -> float:
     """The median of the ratios of all turns, as a RESULT line and as the return value."""
     ratio = statistics.median(one / other for one, other in zip(upper, lower, strict=True))
