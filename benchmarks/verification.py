@@ -88,9 +88,7 @@ def judge_rows() -> Callable[[], object]:
         parameters={"w": 4},
         weights=weight_sums({"w": ones}),
         pieces=[inspect_piece(Piece(name="w", start=0, stop=4), 0, [ones, ones, ones], ones)],
-        counters=Counters(
-            consumed_samples=1, schedule_samples=1, loss_scale=1, optimizer_steps=(1, 1), streams=1
-        ),
+        counters=Counters(consumed_samples=1, schedule_samples=1, loss_scale=1, optimizer_steps=(1, 1), streams=1),
     )
     layout = ShardLayout(pieces=(Piece(name="w", start=0, stop=4),))
     rows = {}

@@ -21,8 +21,8 @@ from megatron_elas.host.gradient_sums import GradientSums
 from megatron_elas.host.groups import plan_groups, write_globals
 from megatron_elas.host.inspection import Inspector
 from megatron_elas.host.log_handover import Log
-from megatron_elas.host.losses import sum_up
 from megatron_elas.host.loss_scale import LossScale, read_loss_scale, write_loss_scale
+from megatron_elas.host.losses import sum_up
 from megatron_elas.host.model import bucket_groups_of, clear_communication, fit_buffers, named_parameters, sum_gradients
 from megatron_elas.host.one_thread import one_thread
 from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess

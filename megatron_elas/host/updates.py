@@ -25,6 +25,7 @@ from megatron_elas.host.optimizer import MOMENTS
 from megatron_elas.spec.shards import SLOTS, ShardLayout
 from megatron_elas.spec.transaction import Update
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What an update is made with beside gradients and norm."""

@@ -6,19 +6,14 @@ Undisturbed, two steps are updated and the scale is doubled, two overflow and it
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.fault.migrations import (
     Job,
-    assert_layers_once,
     assert_nothing_stale,
-    assert_same_bits,
     assert_same_training,
-    events,
-    splits,
 )
 from tests.fault.runs import Run
 from tests.fault.warm_launcher import WarmLauncher
@@ -84,9 +79,7 @@ def test_a_loss_around_a_step_that_changes_the_scale(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deaf", [0, 1, 3])
-@pytest.mark.parametrize(
-    ("step", "what"), [(GROWS, "norm"), (OVERFLOWS, "found-inf"), (SHRINKS, "found-inf")], ids=str
-)
+@pytest.mark.parametrize(("step", "what"), [(GROWS, "norm"), (OVERFLOWS, "found-inf"), (SHRINKS, "found-inf")], ids=str)
 def test_one_whom_the_answer_does_not_reach_finishes_the_step_as_the_others(
     step: int, what: str, deaf: int, undisturbed: Undisturbed, warm: WarmLauncher, tmp_path: Path
 ) -> None:
