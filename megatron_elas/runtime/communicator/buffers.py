@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_EMPTY = memoryview(b"")
+_EMPTY = memoryview(bytearray())
 _scratch = threading.local()
 
 
