@@ -232,13 +232,6 @@ ROWS = (
         wrap_tied_output,
     ),
     wrap(
-        "elastic.loaded-arguments",
-        "megatron.training.checkpointing:check_checkpoint_args",
-        "(checkpoint_args, skip_args=None)",
-        "a checkpoint's arguments have the exponents of its next step's sums",
-        wrap_loaded_arguments,
-    ),
-    wrap(
         "elastic.gradient-ready",
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.register_grad_ready",
         "(self, param, force_all_reduce=False)",
@@ -534,7 +527,7 @@ ROWS = (
         "elastic.checkpoint-arguments",
         "megatron.training.checkpointing:check_checkpoint_args",
         "(checkpoint_args, skip_args=None)",
-        "a checkpoint's random streams go on where it is loaded",
-        wrap_checkpoint_args,
+        "a checkpoint's random streams, and the exponents of its next step's gradients, go on where it is loaded",
+        lambda original: wrap_loaded_arguments(wrap_checkpoint_args(original)),
     ),
 )

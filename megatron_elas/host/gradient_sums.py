@@ -191,6 +191,8 @@ class GradientSums:
 
     def reduce(self, group: Any) -> None:
         """Begin to reduce the totals of a group of buckets, as Megatron's ``start_grad_sync`` its gradients."""
+        if group.is_first_batch and group.grad_reduce_handle is not None:
+            return  # as Megatron's: a later stage begins before the end of the first step, where it would begin again
         assert group.grad_reduce_handle is None, "two reductions of one group are under way"
         self._check(group)
         collective = group.intra_distributed_optimizer_instance_group

@@ -94,6 +94,7 @@ class SessionStandIn:
         said: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(said, host.describe_parameters().to_json())
         self.catalogue = Catalogue.gathered([StageContents.from_json(text) for text in said])
+        host.take_catalogue(self.catalogue)
 
     def exchange_gradients(self) -> None:
         pass
