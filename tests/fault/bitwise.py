@@ -1,0 +1,96 @@
+"""Whether two runs of a job are equal to the last bit: losses, gradient norms, state by step, parameters.
+
+Both are traced (``traces.py``). Compared are, by step, the exact loss and gradient norm that any worker told when the
+step counted, and a print of every parameter's master and both moments before it, in every epoch in which it began;
+and at the end every bit of these and of the parameters that forward passes use.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tests.fault.migrations import EMBEDDING, HEAD, assert_same_lines, whole_parameters, whole_state
+from tests.fault.runs import Run
+from tests.fault.traces import Step, read_trace
+
+SLOTS = ("master", "exp_avg", "exp_avg_sq")
+
+
+def assert_equal(run: Run, calm: Run) -> None:
+    """Every bit is that of the undisturbed run; says what is the first that is not."""
+    assert (run.code, calm.code) == (0, 0), run.output[-8000:] if run.code else calm.output[-8000:]
+    differences = [*_differing_states(run, calm), *_differing_numbers(run, calm)]
+    # A state is that before its step, so it comes first.
+    told = [text for _, text in sorted(differences, key=lambda each: each[0])]
+    assert not told, "\n".join([f"{len(told)} differences, the first ones:", *told[:12]])
+    assert_same_lines(run, calm)
+    assert run.losses == calm.losses and run.gradient_norms == calm.gradient_norms
+    _assert_same_ends(run, calm)
+
+
+def _differing_states(run: Run, calm: Run) -> list[tuple[float, str]]:
+    ours, theirs = read_trace(run.folder).whole_versions(), read_trace(calm.folder).whole_versions()
+    known = {version: prints for (_, version), prints in theirs.items()}
+    assert {version for _, version in theirs} == {version for _, version in ours}, "steps whose state is known"
+    found = []
+    for (epoch, version), prints in sorted(ours.items(), key=lambda each: each[0][::-1]):
+        want = known[version]
+        names = sorted(name for name in prints.keys() & want.keys() if prints[name] != want[name])
+        names += sorted(name for name in prints.keys() ^ want.keys() if not name.endswith(f"/{HEAD}"))
+        if names:
+            first, *_ = names
+            slots = [
+                slot
+                for slot, got, expected in zip(SLOTS, prints.get(first, ()), want.get(first, ()), strict=False)
+                if got != expected
+            ]
+            text = f"state before step {version}, epoch {epoch}: {len(names)} of {len(want)} parameters, first {first}"
+            found.append((version, f"{text} ({', '.join(slots) or 'only one run has it'})"))
+    return found
+
+
+def _differing_numbers(run: Run, calm: Run) -> list[tuple[float, str]]:
+    ours, theirs = (_numbers(read_trace(each.folder).steps) for each in (run, calm))
+    found = []
+    for step in sorted(ours.keys() | theirs.keys()):
+        for name in ("loss", "norm"):
+            got, want = ours.get(step, {}).get(name, set()), theirs.get(step, {}).get(name, set())
+            if got != want or (name == "loss" and len(want) != 1) or len(want) > 1:
+                found.append((step + 0.5, f"step {step}: {name} {_show(got)}, undisturbed {_show(want)}"))
+    return found
+
+
+def _numbers(steps: list[Step]) -> dict[int, dict[str, set[float]]]:
+    """What was told by step: one number if all workers, in all epochs, tell the same."""
+    told: dict[int, dict[str, set[float]]] = {}
+    for step in steps:
+        numbers = told.setdefault(step.step, {"loss": set(), "norm": set()})
+        for name, value in (("loss", step.loss), ("norm", step.norm)):
+            if value is not None:
+                assert math.isfinite(value), f"step {step.step}: {name} {value}"
+                numbers[name].add(value)
+    return told
+
+
+def _show(values: set[float]) -> str:
+    return " and ".join(f"{value!r} ({value.hex()})" for value in sorted(values)) or "untold"
+
+
+def _assert_same_ends(run: Run, calm: Run) -> None:
+    for what, ours, theirs in (
+        ("state", whole_state(run), whole_state(calm)),
+        ("weights", whole_parameters(run), whole_parameters(calm)),
+    ):
+        for state in (ours, theirs):  # a tied embedding has a copy where its ends are on two stages
+            for lane, name in [key for key in state if key[1] == HEAD and (key[0], EMBEDDING) in state]:
+                if state[lane, name].shape == state[lane, EMBEDDING].shape and _is_copy(state, lane):
+                    del state[lane, name]
+        assert ours.keys() == theirs.keys(), f"{what}: other parameters than in the undisturbed run"
+        different = sorted(key for key in theirs if not torch.equal(ours[key], theirs[key]))
+        assert not different, f"{what} at the end: {len(different)} of {len(theirs)} differ, first {different[0]}"
+
+
+def _is_copy(state: dict[tuple[int, str], torch.Tensor], lane: int) -> bool:
+    return torch.equal(state[lane, HEAD], state[lane, EMBEDDING])
