@@ -20,7 +20,7 @@ RUN := "$(or $(USE_PYTHON),$(VENV)/bin/python)"
 # Folders without torch, checked strictly; those that exist.
 TYPED := $(wildcard $(addprefix megatron_elas/,spec schedule planner simulator control cli config.py prerequisites.py proof.py))
 
-.PHONY: help native demo test test-all check lint types imports format campaign soak bench-communicator bench-consistency bench-recovery bench-detection bench-emulation bench-goodput bench-migration bench-orders bench-planner bench-rebuild bench-throughput bench-transaction venv clean distclean
+.PHONY: help native demo test test-all check lint types imports format campaign soak bench-communicator bench-consistency bench-recovery bench-detection bench-emulation bench-goodput bench-migration bench-orders bench-planner bench-random-streams bench-rebuild bench-throughput bench-transaction venv clean distclean
 
 help:
 	@echo "make demo                train a tiny Llama, lose a worker, watch it go on"
@@ -107,6 +107,9 @@ bench-goodput: venv
 
 bench-emulation: native
 	@$(RUN) benchmarks/emulation.py $(ARGS)
+
+bench-random-streams: native
+	@$(RUN) benchmarks/random_streams.py $(ARGS)
 
 bench-throughput: native
 	@$(RUN) benchmarks/throughput.py $(ARGS)

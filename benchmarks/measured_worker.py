@@ -5,7 +5,8 @@ processor time it spent from the plan to the first step, and the size of its sta
 the end tells the bytes that this worker gave its transport to send, by purpose.
 
 ELAS_BENCH_ORDERS gives every plan orders: ``1f1b``, those of 1F1B; ``1f1b-split``, with every weight gradient a pass of
-its own, right after its item's other gradients; ``1f1b-late``, after all of these.
+its own, right after its item's other gradients; ``1f1b-late``, after all of these. With ELAS_BENCH_STREAMS=alternate
+every other step, from the second on, draws from Megatron's random streams.
 """
 
 from __future__ import annotations
@@ -124,6 +125,25 @@ def force_orders(kind: str) -> None:
     messages.unpack_plan = unpack_plan
 
 
+def alternate_streams() -> None:
+    """Every other step without ours."""
+    from megatron_elas.host.attachment import attachment
+    from megatron_elas.host.training import MegatronHost
+
+    begin_step = MegatronHost.begin_step
+    kept: list[Any] = []
+
+    @functools.wraps(begin_step)
+    def begin_step_with(self: Any, step: int, data_iterator: Any) -> None:
+        attached = attachment()
+        if not kept:
+            kept.append(attached.streams)
+        attached.streams = kept[0] if step % 2 == 0 else None
+        begin_step(self, step, data_iterator)
+
+    MegatronHost.begin_step = begin_step_with  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     pretrain_gpt.preload()
     if orders := os.environ.get("ELAS_BENCH_ORDERS"):
@@ -131,4 +151,6 @@ if __name__ == "__main__":
     measure_recoveries()
     if os.environ.get("ELAS_BENCH_WIRE") == "count":
         count_wire_bytes()
+    if os.environ.get("ELAS_BENCH_STREAMS") == "alternate":
+        alternate_streams()
     sys.exit(pretrain_gpt.main())

@@ -12,12 +12,12 @@ from megatron_elas.host.gradient_norm import wrap_gradient_norm
 from megatron_elas.host.gradient_sum_seams import (
     wrap_finish_reduction,
     wrap_gradient_hook,
-    wrap_loaded_arguments,
     wrap_start_reduction,
     wrap_tied_output,
     wrap_zero_gradients,
 )
 from megatron_elas.host.gradients import wrap_finalize_gradients, wrap_no_sync, wrap_tied_embedding_reduce
+from megatron_elas.host.loaded_arguments import wrap_argument_check
 from megatron_elas.host.loaders import wrap_data_loaders, wrap_dataset_builder
 from megatron_elas.host.logging_seams import wrap_print_rank_last
 from megatron_elas.host.loss_masks import wrap_sample
@@ -29,7 +29,6 @@ from megatron_elas.host.optimizer_layout import (
 from megatron_elas.host.parameter_norm import wrap_parameter_norm
 from megatron_elas.host.patching import replace, use, wrap
 from megatron_elas.host.random_seams import (
-    wrap_checkpoint_args,
     wrap_dropout,
     wrap_fork,
     wrap_fused_dropout,
@@ -527,7 +526,7 @@ ROWS = (
         "elastic.checkpoint-arguments",
         "megatron.training.checkpointing:check_checkpoint_args",
         "(checkpoint_args, skip_args=None)",
-        "a checkpoint's random streams, and the exponents of its next step's gradients, go on where it is loaded",
-        lambda original: wrap_loaded_arguments(wrap_checkpoint_args(original)),
+        "a checkpoint's random streams, and the exponents of its next step's sums, go on where it is loaded",
+        wrap_argument_check,
     ),
 )

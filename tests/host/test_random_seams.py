@@ -16,7 +16,7 @@ from megatron_elas.runtime.random_streams import Draw, RandomStreams
 S, B, H, HEADS = 6, 3, 8, 2
 SAMPLES = [11, 12, 13]
 IDS = (
-    "elastic.dropout", "elastic.fused-dropout", "elastic.tracker-fork", "elastic.tracker-get-states",
+    "elastic.dropout", "elastic.tracker-fork", "elastic.tracker-get-states",
     "elastic.tracker-set-states", "elastic.torch-checkpoint",
 )  # fmt: skip
 
@@ -176,14 +176,23 @@ def test_lanes_draw_differently_under_the_trackers_own_stream_only(job: Job) -> 
 
 
 def test_compiled_dropout_asks_the_streams_too(job: Job) -> None:
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron_elas.host.random_seams import wrap_fused_dropout
+
+    def compiled(x_with_bias: Any, residual: Any, prob: float) -> Any:
+        values, bias = x_with_bias
+        return torch.dropout(values + bias, prob, True) + residual  # which asks nobody
 
     values, bias, residual = torch.ones(S, B, H), torch.full((H,), 0.5), torch.zeros(S, B, H)
+    fused = wrap_fused_dropout(compiled)
     with job.streams.forward_pass(0, SAMPLES):
-        output = get_bias_dropout_add(training=True, fused=True)((values, bias), residual, 0.5)
+        output = fused((values, bias), residual, 0.5)
     assert [draw.sample for draw in job.masks] == SAMPLES
     masks = torch.stack(list(job.masks.values()), dim=1)
     assert torch.equal(output, masks * 1.5 * 2)
+    torch.manual_seed(3)
+    outside = fused((values, bias), residual, 0.5)
+    torch.manual_seed(3)
+    assert torch.equal(outside, compiled((values, bias), residual, 0.5))
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -90,6 +90,29 @@ def test_masks_and_noise_are_the_same_on_any_stages() -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(own, noise, strict=True))
 
 
+@pytest.mark.parametrize("samples", [[5], [5, 6]])
+def test_layers_inside_of_the_tracker_are_the_same_on_any_stages(samples: list[int]) -> None:
+    """As with sequence parallelism, where a stage's layers are all inside of it."""
+
+    def run(layers: range) -> list[torch.Tensor]:
+        noise = []
+        with streams.forward_pass(4, samples), streams.fork(1):
+            for number in layers:
+                with streams.layer(number):
+                    noise.append(streams.dropout(torch.ones(S, len(samples), H), 0.5))
+                    noise.append(torch.rand(S, len(samples), H))
+            if layers.stop == LAYERS + 1:
+                noise.append(torch.rand(S, len(samples), H))
+        return noise
+
+    streams, _ = make_streams()
+    whole = run(range(1, LAYERS + 1))
+    streams, _ = make_streams()
+    parts = run(range(1, 2)) + run(range(2, LAYERS + 1))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts, whole, strict=True))
+    assert len({part.numpy().tobytes() for part in whole}) == len(whole)
+
+
 def test_layers_count_from_one_with_the_ends_of_the_model_around_them() -> None:
     streams, masks = make_streams()
     run_model(streams, [5])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -107,3 +109,14 @@ def test_what_cannot_be_cut_is_refused_with_the_remedy(draw: Callable[[], torch.
 
 def test_samples_lie_where_megatron_has_them() -> None:
     assert [sample_dim(shape, B, "x") for shape in ((B, 2, S, S), (S, B, H), (B, H), (B,))] == [0, 1, 0, 0]
+
+
+def test_torchs_compiler_is_not_imported() -> None:
+    source = (
+        "import contextlib, sys, torch\n"
+        "from megatron_elas.runtime.sample_draws import SampleDraws\n"
+        "with SampleDraws(lambda: 1, lambda i: contextlib.nullcontext()):\n"
+        "    torch.rand(4, 1, 4)\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", source], check=True)
