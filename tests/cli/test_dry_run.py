@@ -40,7 +40,8 @@ def rows(text: str, first_column: str) -> list[dict[str, str]]:
 
 
 def test_grid_memory_and_environment_of_a_job_of_two_nodes_are_told() -> None:
-    outcome = dry_run(*NODES, *ENTRY, "--elastic", "--pipeline-model-parallel-size", "2", ELAS_TOKEN=SECRET)
+    flags = ("--elastic", "--elastic-consistency", "bitwise", "--pipeline-model-parallel-size", "2")
+    outcome = dry_run(*NODES, *ENTRY, *flags, ELAS_TOKEN=SECRET)
     assert (outcome.code, outcome.err) == (0, "")
     grid = rows(outcome.out, "stage")
     assert [list(row.values()) for row in grid] == [
@@ -57,6 +58,9 @@ def test_grid_memory_and_environment_of_a_job_of_two_nodes_are_told() -> None:
         ("1", "2-3", "0.1 M"),
     ]
     assert "own staging" in memory[0]
+    # 8 and 4 bytes per parameter.
+    assert float(memory[0]["fixed-point sums"]) == pytest.approx(2 * float(memory[0]["gradients"]), rel=0.01)
+    assert "consistency  bitwise: events change no bit; masks stay with their samples\n" in outcome.out
     assert float(memory[0]["in a recovery"]) > float(memory[0]["backups"]) > 0
     assert re.search(
         r"Copies \(--elastic-snapshot replay\) take up to [\d.e-]+ GiB of a node's host memory", outcome.out
@@ -84,6 +88,8 @@ def test_a_line_without_elastic_has_no_copies_and_is_told_whether_it_could_have_
 def test_what_a_lost_worker_or_its_node_would_mean_is_told() -> None:
     single = dry_run("--nproc-per-node", "2", *ENTRY, "--elastic", "--pipeline-model-parallel-size", "2")
     assert "Any one worker may be lost." in single.out and "the job ends" not in single.out
+    assert "consistency  numerical: events change losses by rounding" in single.out
+    assert "fixed-point sums" not in single.out
     outcome = dry_run("--nproc-per-node", "2", *ENTRY, "--elastic", "--tensor-model-parallel-size", "2")
     end = "the job ends: the workers left are 1, and a cell takes 2 (exit code 3)."
     assert f"If worker0 or worker1 is lost, {end}" in outcome.out
@@ -143,6 +149,9 @@ def test_nothing_is_left_of_a_dry_run(tmp_path: Path) -> None:
                 ("--hidden-size", "66"),
                 ("--elastic-inject", "kill:worker=9@step=1,phase=forward"),
                 ("@no/such.args",),
+                ("--elastic-consistency", "exact"),
+                ("--elastic-rng", "megatron", "--hidden-dropout", "0.1"),
+                ("--elastic-consistency", "bitwise", "--cross-entropy-loss-fusion"),
             )
         ),
     ],

@@ -67,6 +67,21 @@ def test_what_is_printed_is_the_planners_plan_of_the_situation(capsys: pytest.Ca
     assert "policies:" not in text and "\n0.0 " not in text
 
 
+def test_a_job_that_keeps_its_micro_batches_has_a_plan_with_whole_ones_and_more_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    grid = ("--pp", "6", "--dp", "4", "--micro-batches", "16", "--micro-batch-size", "2")
+    more = ("--lost", "1:1", "--effort", "quick", *grid)
+    exact, free = (facts(*more, "--consistency", level, capsys=capsys) for level in ("bitwise", "numerical"))
+    assert (exact["spec"]["consistency"], free["spec"]["consistency"]) == ("bitwise", "numerical")
+    assert {tuple(stage["item_samples"]) for stage in exact["plan"]["stages"]} == {(2, 2)}
+    assert {(1, 1), (2, 2)} <= {tuple(stage["item_samples"]) for stage in free["plan"]["stages"]}
+    assert exact["plan"]["step_s"] > 1.1 * free["plan"]["step_s"] and exact["before_s"] > free["before_s"]
+    text = call(*more, "--consistency", "bitwise", capsys=capsys)
+    assert "of 2 samples, consistency bitwise\n" in text
+    assert "Micro-batches are neither cut nor joined: consistency is bitwise." in text
+
+
 def test_the_numbers_of_the_json_agree_with_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     read = facts("--lost", "1:1", "--grid", "--policy", "ours,torchft,recycle", capsys=capsys)
     plan = read["plan"]

@@ -630,5 +630,6 @@ def test_status_shows_a_plan_that_is_looked_for_the_way_to_it_and_who_has_left(l
 
 def test_status_shows_what_is_planned(director: Director) -> None:
     assert status_of(director)[1] == "a better plan is looked for"
+    assert status_of(director)[2] == "consistency: numerical, events change losses by rounding"
     director.send(ChangeAsked(drained=(3, 4), request=7))
     assert status_of(director)[1] == "a plan without workers 3, 4 is made"
