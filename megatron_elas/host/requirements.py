@@ -104,4 +104,5 @@ def describe_job(args: Any, stage_layers: Sequence[int]) -> JobSpec:
         snapshot_replicas=args.elastic_snapshot_replicas if args.elastic_snapshot != "off" else 0,
         split_backward=can_split(args),
         consistency=args.elastic_consistency,
+        fp16=args.fp16,
     )

@@ -3,7 +3,8 @@
 Megatron divides a micro-batch's loss by the tokens that count in it, then by the number of micro-batches that *its own
 rank* runs, and the gradient by the data-parallel size. With other items per cell that would weigh samples differently.
 Here it is told the micro-batches of the whole batch in that place (``host.training_step.wrap_forward_step``), so every
-logical micro-batch weighs 1 / that, wherever and in whatever company its samples run, and gradients are summed:
+logical micro-batch weighs 1 / that, wherever and in whatever company its samples run, and gradients are summed (with
+fp16 the factor of the data-parallel size is left to the sum, as in Megatron: it decides on what overflows):
 
 * A whole micro-batch's loss is left as it is. Its weight is the same number as Megatron's, bit for bit when counts are
   powers of two, and the same bits on every cell, however many it runs.

@@ -204,7 +204,8 @@ class StepPlan:
             elif not is_stock(job, rows):
                 lines.append(f"Stage {stage} {words[deal]}.")
         if job.keeps_micro_batches:
-            lines.append(f"Micro-batches are neither cut nor joined: consistency is {job.consistency}.")
+            gradients = ", and gradients are fp16" if job.fp16 else ""
+            lines.append(f"Micro-batches are neither cut nor joined: consistency is {job.consistency}{gradients}.")
         split = any(self.prediction.schedule.is_split(*place) for place in self.prediction.schedule.cells())
         if split:
             lines.append("Backward is split: weight gradients fill what would be bubbles.")

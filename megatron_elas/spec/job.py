@@ -31,6 +31,9 @@ class JobSpec:
     """Workers can run the two halves of a backward pass apart, and passes in any order: plans may have orders."""
     consistency: ConsistencyLevel = "numerical"
     """How closely the job follows the undisturbed one; at ``bitwise`` plans give cells whole micro-batches only."""
+    fp16: bool = False
+    """Gradients of a pass are fp16, and a step in which one overflows is left out: at ``numerical`` too, plans give
+    cells whole micro-batches only."""
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size", "num_microbatches"):
@@ -53,8 +56,15 @@ class JobSpec:
 
     @property
     def keeps_micro_batches(self) -> bool:
-        """Plans neither cut nor join micro-batches: passes of other sizes round in another way."""
-        return self.consistency == "bitwise"
+        """Plans neither cut nor join micro-batches: passes of other sizes round, and overflow, in another way."""
+        return self.consistency == "bitwise" or (self.fp16 and self.consistency == "numerical")
+
+    @property
+    def summed_rows(self) -> int:
+        """What gradients are divided by when they are summed, and not before, in the losses: with fp16 the rows, as in
+        Megatron, so that gradients overflow at the same loss scale.
+        """
+        return self.data_parallel if self.fp16 else 1
 
     @property
     def num_layers(self) -> int:

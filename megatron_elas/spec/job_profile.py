@@ -78,14 +78,15 @@ def load_job(name: str) -> JobProfile:
     """
     path = find_table("jobs", name)
     file = build(_File, read_table(path), str(path))
+    flags = _read_flags(path.parent / file.model)
     spec = JobSpec(
         tensor_parallel=file.tensor_parallel,
         pipeline_parallel=file.pipeline_parallel,
         data_parallel=file.data_parallel,
         micro_batch_size=file.micro_batch_size,
         num_microbatches=file.num_microbatches,
+        fp16="fp16" in flags,
     )
-    flags = _read_flags(path.parent / file.model)
     return JobProfile(
         name=path.stem,
         spec=spec,

@@ -8,8 +8,8 @@ ELAS_TEST_KILL_SPARES the spares are killed: they run no step in which a scripte
 ELAS_TEST_SLEEPER names a worker that falls asleep (``sleeper.py``), ELAS_TEST_KILL_CONTROLLER moments at which the
 controller is killed (``controller_killer.py``), ELAS_TEST_SPOIL a fault to plant in a recovery's state
 (``verification_plants.py``), ELAS_TEST_DEAF a worker that an answer does not reach (``deaf.py``), ELAS_TEST_ORDERS
-gives every plan orders (``forced_orders.py``), ELAS_TEST_SLOW_MOVES holds optimizer state up (``slow_moves.py``),
-ELAS_TEST_ASK asks for other plans (``asker.py``), and ELAS_TEST_MASKS records dropout masks (``masks.py``).
+gives every plan orders (``forced_orders.py``), ELAS_TEST_SLOW_MOVES holds optimizer state up (``slow_moves.py``), and
+ELAS_TEST_ASK asks for other plans (``asker.py``).
 """
 
 from __future__ import annotations

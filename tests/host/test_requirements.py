@@ -19,7 +19,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "micro_batch_size": 2, "global_batch_size": 16, "use_distributed_optimizer": True,
         "context_parallel_size": 1, "expert_model_parallel_size": 1, "num_experts": None,
         "virtual_pipeline_model_parallel_size": None, "rampup_batch_size": None, "use_megatron_fsdp": False,
-        "use_torch_fsdp2": False, "num_distributed_optimizer_instances": 1, "dataloader_type": "single",
+        "use_torch_fsdp2": False, "num_distributed_optimizer_instances": 1, "dataloader_type": "single", "fp16": False,
         "fp8": None, "fp4": None, "mtp_num_layers": None, "step_batch_size_schedule": None,
         "decrease_batch_size_if_needed": False, "full_validation": False, "multiple_validation_sets": False,
         "cuda_graph_impl": "none", "optimizer_cuda_graph": False, "non_persistent_ckpt_type": None, "optimizer": "adam",

@@ -33,7 +33,7 @@ def costs_of(job: JobSpec, memory: int = 1_000_000) -> JobCosts:
 @settings(max_examples=60, deadline=None)
 def test_no_event_and_no_policy_cuts_or_joins_micro_batches(job: JobSpec, data: st.DataObject) -> None:
     """Losses, better plans, drained workers and given layers, one after the other."""
-    job = replace(job, consistency="bitwise")
+    job = replace(job, **data.draw(st.sampled_from(({"consistency": "bitwise"}, {"fp16": True})), label="why"))
     costs = data.draw(st.sampled_from((costs_of(job), costs_of(job, 3_000), None)), label="costs")
     policy = data.draw(st.sampled_from(RUNNING_POLICIES), label="policy")
     domains = {worker: f"worker{worker}" for worker in range(job.world_size)}
