@@ -124,6 +124,8 @@ class Worker:
             self.attachment.sample_log = SampleLog(args.elastic_sample_log, environment.worker)
 
         self.attachment.audit = audit
+        if audit is not None and self.attachment.streams is not None:
+            self.attachment.streams.observe = audit.observe_mask
 
     def _check_memory(self, args: Any, plan: ElasticPlan) -> None:
         """The first worker of a node says what those of the node will take. Raises BadUsage when it is not there."""
@@ -241,7 +243,8 @@ def _make_audit(args: Any, environment: WorkerEnvironment) -> Audit | None:
             f"--elastic-audit {every} writes to the folder of elasrun --log-dir, which was not given: give elasrun "
             f"--log-dir DIR, or leave --elastic-audit out"
         )
-    kinds = [kind for kind in KINDS if kind != "masks"]
+    # Megatron's own streams draw for whole micro-batches: their masks belong to no sample.
+    kinds = [kind for kind in KINDS if kind != "masks" or args.elastic_rng == "resharded"]
     return Audit(Path(environment.log_dir), environment.worker, every, os.environ["TORCHELASTIC_RUN_ID"], kinds)
 
 

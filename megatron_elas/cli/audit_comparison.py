@@ -75,8 +75,8 @@ def compare(a: AuditedRun, b: AuditedRun) -> Comparison:
     steps = sorted(set(a.steps) & set(b.steps))
     if not steps:
         raise BadUsage(
-            f"{a.folder} tells {a.describe_steps()} and {b.folder} tells {b.describe_steps()}, so no step is in both: audit both from the same step on, with the "
-            f"same --elastic-audit N"
+            f"{a.folder} tells {a.describe_steps()} and {b.folder} tells {b.describe_steps()}, so no step is in both: "
+            f"audit both from the same step on, with the same --elastic-audit N"
         )
     kinds = tuple(kind for kind in a.kinds if kind in b.kinds)
     chain = ""

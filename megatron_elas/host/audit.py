@@ -7,10 +7,11 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from megatron_elas.runtime.random_streams import Draw
 from megatron_elas.runtime.verification.checksum import MODULUS, checksum, key_of, range_sums
 from megatron_elas.spec.audit import (
     AUDIT_FORMAT,
@@ -27,16 +28,6 @@ from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.shards import Piece
 
 logger = logging.getLogger(__name__)
-
-
-class Draw(Protocol):
-    """Where a mask was drawn."""
-
-    sample: int
-    layer: int
-    site: int
-    lane: int | None
-
 
 ShardTensors = Iterable[tuple[Piece, int, Mapping[str, torch.Tensor | None]]]
 """Every piece of the shard: its place, the elements of the whole parameter, and its values by kind; None: zeros."""
@@ -153,7 +144,10 @@ class Audit:
         except OSError as error:
             self._failed = True
             logger.warning(
-                "the audit of worker %d ends before step %d: %s (%s)", self._worker, line.step, self._path, error
+                "the audit ends before step %d: %s cannot be written (%s)",
+                line.step,
+                self._path,
+                error.strerror or error,
             )
 
     def _append(self, table: Mapping[str, Any]) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
 from megatron_elas.host.audit import Audit
+from megatron_elas.runtime.random_streams import Draw
 from megatron_elas.spec.audit import GRADIENTS, KINDS, STATES
 from megatron_elas.spec.layout import Cell, Placement
 from megatron_elas.spec.plan import ElasticPlan
@@ -86,7 +86,7 @@ class AuditedJob:
                 mask = _random("mask", step, sample, layer, seat.lane, count=64) > 0
                 mask[5] ^= (step, sample, layer) in self.flipped
                 for recomputing in (False, True):
-                    draw = SimpleNamespace(sample=sample, layer=layer, site=0, lane=seat.lane)
+                    draw = Draw(step, sample, layer, 0, seat.lane)
                     audit.observe_mask(draw, mask.view(8, 8), recomputing)
         losses = {"lm loss": torch.tensor(5.0 - step / 64)}
         audit.write(plan, step, self._shard(plan, worker, step), losses, self._tied(plan, worker))

@@ -8,8 +8,9 @@ ELAS_TEST_KILL_SPARES the spares are killed: they run no step in which a scripte
 ELAS_TEST_SLEEPER names a worker that falls asleep (``sleeper.py``), ELAS_TEST_KILL_CONTROLLER moments at which the
 controller is killed (``controller_killer.py``), ELAS_TEST_SPOIL a fault to plant in a recovery's state
 (``verification_plants.py``), ELAS_TEST_DEAF a worker that an answer does not reach (``deaf.py``), ELAS_TEST_ORDERS
-gives every plan orders (``forced_orders.py``), ELAS_TEST_SLOW_MOVES holds optimizer state up (``slow_moves.py``), and
-ELAS_TEST_ASK asks for other plans (``asker.py``).
+gives every plan orders (``forced_orders.py``), ELAS_TEST_SLOW_MOVES holds optimizer state up (``slow_moves.py``),
+ELAS_TEST_ASK asks for other plans (``asker.py``), ELAS_TEST_MASKS records dropout masks (``masks.py``), and
+ELAS_TEST_PART makes the run part from others (``audit_plants.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 from megatron_elas import pretrain_gpt
 from tests.fault import (
     asker,
+    audit_plants,
     controller_killer,
     deaf,
     forced_orders,
@@ -67,6 +69,7 @@ def main() -> int:
     update_killer.install(Path(os.environ["ELAS_TEST_OUT"]))
     weights_killer.install(Path(os.environ["ELAS_TEST_OUT"]))
     deaf.install(Path(os.environ["ELAS_TEST_OUT"]))
+    audit_plants.install(Path(os.environ["ELAS_TEST_OUT"]))
     kill_step = int(os.environ.get("ELAS_TEST_KILL_SPARES", "-1"))
 
     def record_version(host: Any, step: int, data_iterator: Any) -> None:
