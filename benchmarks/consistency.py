@@ -16,7 +16,7 @@ system is compared with the undisturbed run of its own kind, by the exact loss o
   the same, so they share their undisturbed run, and ``before the first event`` is 0 in both.
 
 **Cost.** Step time of undisturbed jobs of each level, in short jobs that take turns, and the peak memory of their
-workers (resident, of the worker where it is largest). Small models on a CPU exaggerate what a level costs beside a pass.
+workers (resident, of the worker where it is largest). Small models on a CPU exaggerate what a level costs.
 
 Lines ``RESULT name=value unit``, over the steps from the first event on:
 
@@ -237,7 +237,8 @@ def check_events(name: str, run: Run, script: Script) -> None:
     events = [json.loads(line) for line in (run.log_dir / "events.jsonl").read_text().splitlines()]
     migrations = [event for event in events if event["event"] == "migration"]
     if len(run.events) != 3 or not any(event["drained"] for event in migrations):
-        sys.exit(f"{name}: {len(run.events)} recoveries in the place of 3, or nobody was drained")
+        told = "; ".join(line for line in run.lines if line.startswith("elasrun:"))
+        sys.exit(f"{name}: {len(run.events)} recoveries in the place of 3, or nobody was drained: {told}")
     if not any(event["moved"] and script.at[1] <= event["resume_step"] < script.at[2] for event in migrations):
         sys.exit(f"{name}: layers did not move between steps {script.at[1]} and {script.at[2]}")
     changes = [

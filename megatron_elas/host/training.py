@@ -450,9 +450,9 @@ class MegatronHost:
 
     def inspect(self) -> Inspection:
         """See Host."""
-        return self._inspector.inspect(
-            self.consumed_samples(self._step), self.read_history(), get_cuda_rng_tracker().get_states()
-        )
+        # Not get_states(): on workers where a pass is under way, its place is among them.
+        streams = get_cuda_rng_tracker().states_
+        return self._inspector.inspect(self.consumed_samples(self._step), self.read_history(), streams)
 
 
 def _running_timers() -> set[str]:
