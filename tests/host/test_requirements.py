@@ -32,7 +32,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "transformer_impl": "local", "gradient_accumulation_fusion": False,
         "elastic_snapshot": "replay", "elastic_snapshot_replicas": 1, "elastic_migration": "async",
         "elastic_consistency": "numerical", "elastic_rng": "resharded", "hidden_dropout": 0.1, "attention_dropout": 0.0,
-        "bf16": False, "fp16": False, "accumulate_allreduce_grads_in_fp32": False, "grad_reduce_in_bf16": False,
+        "bf16": False, "accumulate_allreduce_grads_in_fp32": False, "grad_reduce_in_bf16": False,
         "cross_entropy_loss_fusion": False, "tp_comm_overlap": False, "deterministic_mode": False,
     }  # fmt: skip
     assert changes.keys() <= values.keys()
