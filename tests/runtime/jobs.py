@@ -40,7 +40,7 @@ from megatron_elas.spec.report import RecoveryReport, SettleReport
 from megatron_elas.spec.shards import ShardLayout
 from megatron_elas.spec.transaction import Update
 
-NUMEL = 600
+NUMEL = 1200
 PATIENCE_S = 15.0
 
 
