@@ -158,7 +158,8 @@ def wrap_set_states(original: Any) -> Any:
     def set_states(self: Any, states: Any) -> None:
         streams = find_streams()
         if streams is not None:
-            streams.restore(states.get(PLACE), recomputing=True)
+            # Where a pass is under way it is not a recomputation that comes back, but whoever let nothing be drawn.
+            streams.restore(states.get(PLACE), recomputing=streams.place is None or streams.recomputing)
         original(self, {name: state for name, state in states.items() if name != PLACE})
 
     return set_states

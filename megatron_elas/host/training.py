@@ -377,7 +377,7 @@ class MegatronHost:
             scheduler_steps=self._scheduler.num_steps,
             rerun_iteration=get_rerun_state_machine().current_iteration,
             cpu_rng=torch.get_rng_state(),
-            device_rng=dict(get_cuda_rng_tracker().get_states()),
+            device_rng=dict(get_cuda_rng_tracker().states_),  # without the place of a pass
             loss_scale=self._loss_scale,
             cell=self._drew_with,
             sums=None if self._sums is None else self._sums.capture(),

@@ -121,7 +121,8 @@ class RandomStreams:
         copy); and whether it is drawn again, to recompute activations."""
         self._num_layers = num_layers
         self._generator = generator
-        self._recomputing = False
+        self.recomputing = False
+        """The pass under way computes activations again."""
         self._checked = False
         """A pass is over, in which all that was drawn was looked at."""
         self._cutting: SampleDraws | None = None
@@ -135,7 +136,7 @@ class RandomStreams:
         """
         roots = tuple(sample_root(self.seed, step, sample) for sample in samples)
         self.restore(Place(Pass(step, tuple(samples), roots), layer, 0, None, None))
-        self._recomputing = False
+        self.recomputing = False
         try:
             yield
             self._checked = True
@@ -145,7 +146,7 @@ class RandomStreams:
     def restore(self, place: Place | None, *, recomputing: bool = False) -> None:
         """Go on from there."""
         self.place = place
-        self._recomputing = recomputing and place is not None
+        self.recomputing = recomputing and place is not None
         self._follow()
 
     @contextlib.contextmanager
@@ -213,7 +214,7 @@ class RandomStreams:
             draw_mask(mask, seed64(root, place.layer, place.site, place.lane), probability)
             if self.observe is not None:
                 draw = Draw(place.pass_.step, sample, place.layer, place.site, place.lane)
-                self.observe(draw, mask, self._recomputing)
+                self.observe(draw, mask, self.recomputing)
         return masks.movedim(0, dim).contiguous()
 
     def _next_site(self) -> Place:

@@ -228,6 +228,13 @@ def test_a_place_is_among_the_states_in_passes_only(job: Job) -> None:
     assert job.streams.place is None
 
 
+def test_states_that_come_back_in_the_pass_that_they_are_of_are_no_recomputation(job: Job) -> None:
+    with job.streams.forward_pass(0, SAMPLES):
+        job.tracker.set_states(job.tracker.get_states())
+        torch.nn.functional.dropout(torch.ones(S, B, H), 0.5)
+    assert len(job.masks) == B and not job.again
+
+
 def test_an_unknown_stream_is_refused_as_megatron_refuses_it(job: Job) -> None:
     unknown = pytest.raises(Exception, match="cuda rng state none is not added")
     with job.streams.forward_pass(0, SAMPLES), unknown, job.tracker.fork("none"):
