@@ -20,7 +20,7 @@ RUN := "$(or $(USE_PYTHON),$(VENV)/bin/python)"
 # Folders without torch, checked strictly; those that exist.
 TYPED := $(wildcard $(addprefix megatron_elas/,spec schedule planner simulator control cli config.py prerequisites.py proof.py))
 
-.PHONY: help native demo test test-all check lint types imports format campaign soak bench-communicator bench-consistency bench-recovery bench-detection bench-emulation bench-goodput bench-migration bench-orders bench-planner bench-random-streams bench-rebuild bench-throughput bench-transaction venv clean distclean
+.PHONY: help native demo test test-all check lint types imports format campaign soak bench-communicator bench-consistency bench-recovery bench-detection bench-emulation bench-goodput bench-gradient-sums bench-migration bench-orders bench-planner bench-random-streams bench-rebuild bench-throughput bench-transaction venv clean distclean
 
 help:
 	@echo "make demo                train a tiny Llama, lose a worker, watch it go on"
@@ -37,6 +37,7 @@ help:
 	@echo "make bench-planner       predicted throughput after losses: our planner against other policies; time of a plan"
 	@echo "make bench-orders        orders of a plan against the stock schedule on the same items; the cost of split backward"
 	@echo "make bench-goodput       simulated weeks of failures: our policy against others, from 96 devices to a million"
+	@echo "make bench-gradient-sums a micro-batch's gradient added in fixed point, against an addition in fp32"
 	@echo "make bench-emulation     emulated accelerators: how well operations and steps keep to their times"
 	@echo "make bench-throughput    emulated accelerators: throughput of real jobs before and after losses, by policy; the real torchft"
 	@echo "make bench-migration     emulated accelerators: how long a migration of 1 to 4 layers holds training up"
@@ -101,6 +102,9 @@ bench-planner: venv
 
 bench-orders: native
 	@$(RUN) benchmarks/orders.py $(ARGS)
+
+bench-gradient-sums: native
+	@$(RUN) benchmarks/gradient_sums.py $(ARGS)
 
 bench-goodput: venv
 	@$(RUN) benchmarks/goodput.py $(ARGS)

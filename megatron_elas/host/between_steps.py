@@ -84,7 +84,7 @@ def wrap_save_checkpoint(original: Any) -> Any:
             attached.strike(iteration - 1, "save", None)
             attached.unsaved = None
             if attached.sums is not None:
-                setattr(get_args(), SAVED_EXPONENTS, attached.sums.to_save())
+                setattr(get_args(), SAVED_EXPONENTS, attached.sums.to_save(iteration))
             try:
                 return original(iteration, *args, **kwargs)
             except CheckpointException as error:  # derived from BaseException, and raised on every worker

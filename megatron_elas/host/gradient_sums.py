@@ -29,7 +29,7 @@ from megatron_elas.host.model import bucket_groups_of, buffers_of, named_paramet
 from megatron_elas.runtime.fixed_point.sums import add, to_float
 from megatron_elas.spec.catalogue import Catalogue
 from megatron_elas.spec.errors import StateInvalid
-from megatron_elas.spec.exponents import NOT_FINITE, UNKNOWN, judge, largest_term
+from megatron_elas.spec.exponents import NOT_FINITE, UNKNOWN, Verdict, judge, largest_term
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,8 @@ class GradientSums:
         self._spans: dict[Any, torch.Tensor] = {}
         """Totals of every bucket."""
         self._largest = torch.zeros(0, dtype=torch.int32)
-        self._overflowed: frozenset[int] = frozenset()
-        """Numbers of parameters whose totals are worth nothing, in a step with gradients that are not finite."""
+        self._worthless: frozenset[int] = frozenset()
+        """Numbers of parameters whose totals are, in a step with gradients that are not finite."""
         self._loaded: SavedExponents | None = None
 
     # ------------------------------------------------------------ what it is about
@@ -99,6 +99,8 @@ class GradientSums:
             twin = self._numbers.get(catalogue.twins.get(parameter.name, ""))
             self._numbers[parameter.name] = self._count if twin is None else twin
             self._count += twin is None
+        if self._loaded is not None:
+            self._take_loaded()
 
     def forget_places(self, *, free: bool) -> None:
         """The model's buffers are about to be cut otherwise; ``free``: let go of the totals, too."""
@@ -116,13 +118,9 @@ class GradientSums:
         In the first step of an epoch they tell each other the exponents: who comes to a seat may not know them.
         """
         self._runs = self._runs + 1 if self._step == step and self._epoch == epoch else 1
-        if self._loaded is not None:
-            self._take_loaded(step)
-        known = self._next.exponents if self._next.step == step else self._unknown()
+        known = self._known_for(step)
         if epoch != self._epoch:
-            told = torch.tensor(known, dtype=torch.int32)
-            dist.all_reduce(told, op=dist.ReduceOp.MAX)
-            known = tuple(told.tolist())
+            known = self._tell_all(known)
         self._step, self._epoch, self._exponents = step, epoch, known
 
     def clear(self, ddp: Any) -> None:
@@ -154,33 +152,26 @@ class GradientSums:
         numbers = torch.tensor([place.number for place in self._places.values()])
         board.scatter_reduce_(0, numbers, self._largest.cpu(), "amax")
         dist.all_reduce(board, op=dist.ReduceOp.MAX)
-        largest = board.tolist()
-        verdict = judge(self._exponents, largest, self._term_bits)
-        if not verdict.fits:
+        verdict = judge(self._exponents, board.tolist(), self._term_bits)
+        if verdict.runs_again:
             self._drain()
-            self._run_again(verdict.exponents)
-        self._overflowed = frozenset()
-        if not verdict.finite:
-            self._overflowed = frozenset(
-                number
-                for number, (exponent, bits) in enumerate(zip(self._exponents, largest, strict=True))
-                if bits >= NOT_FINITE or not judge([exponent], [bits], self._term_bits).fits
-            )
+            self._run_again(verdict)
+        self._worthless = frozenset(verdict.misfits)
         self._next = Captured(self._step + 1, verdict.exponents)
 
-    def _run_again(self, exponents: tuple[int, ...]) -> None:
+    def _run_again(self, verdict: Verdict) -> None:
         if self._runs >= RUNS:
             raise StateInvalid(
                 f"step {self._step}: gradients did not fit the exponents that were chosen for them when the passes ran "
                 f"before, so the same passes give other gradients now: look for operations that are not deterministic, "
                 f"or train with --elastic-consistency numerical"
             )
-        changed = sum(new != old for new, old in zip(exponents, self._exponents, strict=True))
-        logger.info(
-            "step %d: its passes run again, as gradients of %d parameters are new or far from those of the step before",
-            self._step, changed,
-        )  # fmt: skip
-        raise PassesAgain(self._step, exponents)
+        if set(self._exponents) != {UNKNOWN} and dist.get_rank() == 0:  # a job that begins knows none
+            logger.warning(
+                "step %d: its passes run again, as gradients of %d parameters are far from those of the step before",
+                self._step, len(verdict.misfits),
+            )  # fmt: skip
+        raise PassesAgain(self._step, verdict.exponents)
 
     def retry(self, again: PassesAgain) -> None:
         """Run the step's passes with the exponents that were found out; called after ``restore``."""
@@ -246,7 +237,7 @@ class GradientSums:
     def write(self, param: torch.nn.Parameter, start: int, stop: int) -> None:
         """Write the gradient of these elements of a parameter, from its total."""
         place, gradient = self._places[param], param.main_grad.view(-1)[start:stop]
-        if place.number in self._overflowed:
+        if place.number in self._worthless:
             gradient.fill_(torch.nan)
         else:  # where the exponent is not known, all gradients were zeros
             to_float(place.total[start:stop], self._exponent_of(place), gradient)
@@ -268,28 +259,41 @@ class GradientSums:
         """Go back to the start of the step at which this was captured."""
         self._next = captured
 
-    def to_save(self) -> SavedExponents:
-        """For a checkpoint between two steps."""
-        step, known = self._next.step, self._next.exponents
-        named = self._numbers.items() if known else ()
-        return step, {name: known[number] for name, number in named if known[number] != UNKNOWN}
+    def to_save(self, step: int) -> SavedExponents:
+        """For the checkpoint before ``step``, on all workers with a seat: one of them may have come to it just now.
+
+        Raises:
+            EpochChanged: The membership ended.
+        """
+        self._next = Captured(step, self._tell_all(self._known_for(step)))
+        known = self._next.exponents
+        return step, {name: known[number] for name, number in self._numbers.items() if known[number] != UNKNOWN}
 
     def load(self, saved: SavedExponents | None) -> None:
         """A checkpoint was read, and this was in it; training goes on with the step after it."""
         self._loaded = saved or (-1, {})
+        if self._numbers:
+            self._take_loaded()
 
-    def _take_loaded(self, step: int) -> None:
+    def _take_loaded(self) -> None:
         assert self._loaded is not None
-        (at, saved), self._loaded = self._loaded, None
-        if at == step:
-            found = list(self._unknown())
-            for name, exponent in saved.items():
-                if name in self._numbers:
-                    found[self._numbers[name]] = exponent
-            self._next = Captured(step, tuple(found))
+        (step, saved), self._loaded = self._loaded, None
+        found = [UNKNOWN] * self._count
+        for name, exponent in saved.items():
+            if name in self._numbers:
+                found[self._numbers[name]] = exponent
+        self._next = Captured(step, tuple(found))
 
-    def _unknown(self) -> tuple[int, ...]:
-        return (UNKNOWN,) * self._count
+    def _known_for(self, step: int) -> tuple[int, ...]:
+        return self._next.exponents if self._next.step == step else (UNKNOWN,) * self._count
+
+    def _tell_all(self, known: tuple[int, ...]) -> tuple[int, ...]:
+        """What any worker knows. Those who know a step's exponents know the same ones."""
+        if not known:  # a checkpoint before the first step
+            return known
+        told = torch.tensor(known, dtype=torch.int32)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        return tuple(told.tolist())
 
     # ------------------------------------------------------------ buffers
 

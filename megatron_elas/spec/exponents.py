@@ -44,12 +44,17 @@ def magnitude(bits: int) -> int:
 class Verdict:
     """What the largest gradients of a step say about the exponents that it used."""
 
-    fits: bool
-    """The sums are exact and fine enough; or some gradient is not finite, so that no exponent could help."""
     finite: bool
-    """All gradients are numbers."""
+    """All gradients are numbers. If not, no exponent could help, and nothing is learned."""
+    misfits: tuple[int, ...]
+    """Parameters, by their place in the lists, whose sums are worth nothing, or are too coarse."""
     exponents: tuple[int, ...]
-    """For the next step; and for this one if it does not fit."""
+    """For the next step; and for this one if it runs again."""
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether other exponents would give exact and fine sums."""
+        return self.finite and bool(self.misfits)
 
 
 def judge(exponents: Sequence[int], largest: Sequence[int], term_bits: int) -> Verdict:
@@ -59,23 +64,20 @@ def judge(exponents: Sequence[int], largest: Sequence[int], term_bits: int) -> V
         exponents: That the step used, one per parameter.
         largest: Bits of the largest gradient of each, over all micro-batches and workers.
         term_bits: See ``largest_term``.
-
-    Returns:
-        The verdict. Where a gradient is not finite nothing is learned.
     """
+    pairs = list(zip(exponents, largest, strict=True))
     finite = max(largest, default=0) < NOT_FINITE
-    if not finite:
-        return Verdict(fits=True, finite=False, exponents=tuple(exponents))
     chosen = tuple(
-        exponent if not bits else term_bits - GROWTH_BITS - magnitude(bits)
-        for exponent, bits in zip(exponents, largest, strict=True)
+        term_bits - GROWTH_BITS - magnitude(bits) if bits and finite else exponent for exponent, bits in pairs
     )
-    fits = all(
-        not bits or is_good(exponent, bits, term_bits) for exponent, bits in zip(exponents, largest, strict=True)
-    )
-    return Verdict(fits=fits, finite=True, exponents=chosen)
+    misfits = tuple(number for number, (exponent, bits) in enumerate(pairs) if not _fits(exponent, bits, term_bits))
+    return Verdict(finite=finite, misfits=misfits, exponents=chosen)
 
 
-def is_good(exponent: int, bits: int, term_bits: int) -> bool:
+def _fits(exponent: int, bits: int, term_bits: int) -> bool:
     """Whether terms of a parameter whose largest gradient has these bits neither overflow nor are too coarse."""
-    return exponent != UNKNOWN and term_bits - GROWTH_BITS - SHRINKAGE_BITS <= exponent + magnitude(bits) <= term_bits
+    if bits == 0:
+        return True
+    if bits >= NOT_FINITE or exponent == UNKNOWN:
+        return False
+    return term_bits - GROWTH_BITS - SHRINKAGE_BITS <= exponent + magnitude(bits) <= term_bits

@@ -85,6 +85,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """All collectives are this worker's own; they are noted."""
     calls: list[str] = []
     monkeypatch.setattr(gradient_sums.dist, "all_reduce", lambda board, op: calls.append("all_reduce"))
+    monkeypatch.setattr(gradient_sums.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(
         gradient_sums.dist, "reduce_scatter_tensor", lambda own, total, **how: calls.append("reduce_scatter")
     )
@@ -165,7 +166,7 @@ def test_both_ends_of_a_tied_embedding_have_one_exponent(alone: list[str]) -> No
     part = gradients(1)
     part[HEAD] *= 1000
     run_step(sums, model, 0, [part])
-    step, saved = sums.to_save()
+    step, saved = sums.to_save(1)
     assert step == 1
     assert saved[EMBEDDING] == saved[HEAD] < saved[LAYER]
 
@@ -190,7 +191,7 @@ def test_what_is_not_finite_is_seen_and_not_learned(alone: list[str], value: flo
     model = Model()
     sums = make(model)
     run_step(sums, model, 0, [gradients(0)])
-    _, before = sums.to_save()
+    _, before = sums.to_save(1)
     bad = gradients(1)
     bad[LAYER][0, 3] = value
     bad[EMBEDDING] *= 1e9
@@ -198,7 +199,7 @@ def test_what_is_not_finite_is_seen_and_not_learned(alone: list[str], value: flo
     found = owned(model)
     assert found[LAYER].isnan().all()
     assert found[EMBEDDING].isnan().all(), "its sum overflowed"
-    assert sums.to_save() == (2, before)
+    assert sums.to_save(2) == (2, before)
     assert run_step(sums, model, 2, [gradients(3)]) == 1
     assert owned(model)[LAYER].isfinite().all()
 
@@ -233,7 +234,7 @@ def test_exponents_of_another_step_are_not_known_and_a_checkpoints_are(alone: li
     model = Model()
     sums = make(model)
     run_step(sums, model, 4, [gradients(0)])
-    saved = sums.to_save()
+    saved = sums.to_save(5)
     sums.begin(6, epoch=0)
     assert set(sums._exponents) == {UNKNOWN}
 
@@ -248,6 +249,32 @@ def test_exponents_of_another_step_are_not_known_and_a_checkpoints_are(alone: li
     late.load(None)
     late.begin(7, epoch=3)
     assert set(late._exponents) == {UNKNOWN}
+
+
+def test_a_step_after_a_return_to_a_checkpoint_may_run_again(alone: list[str]) -> None:
+    model = Model()
+    sums = make(model)
+    run_step(sums, model, 4, [gradients(0)])
+    saved = sums.to_save(5)
+    run_step(sums, model, 5, [gradients(1)])
+    used = sums._exponents
+    run_step(sums, model, 6, [gradients(2)])
+    sums.load(saved)
+    captured = sums.capture()
+    run_passes(sums, model, 5, [gradients(1)])
+    sums.restore(captured)
+    run_passes(sums, model, 5, [gradients(1)])
+    assert sums._exponents == used
+
+
+def test_a_checkpoint_read_before_the_model_is_known(alone: list[str]) -> None:
+    model = Model()
+    sums = make(model)
+    run_step(sums, model, 4, [gradients(0)])
+    early = GradientSums(8)
+    early.load(sums.to_save(5))
+    early.follow([Model()], catalogue())
+    assert early.capture() == sums.capture()
 
 
 def test_who_comes_late_is_told(monkeypatch: pytest.MonkeyPatch, alone: list[str]) -> None:

@@ -46,12 +46,12 @@ def test_the_magnitude_is_the_next_power_of_two(value: float) -> None:
 def test_what_is_chosen_for_a_gradient_fits_it_and_others_near_it(value: float, term_bits: int) -> None:
     first = judge([UNKNOWN], [bits_of(value)], term_bits)
     assert first.finite
-    assert first.fits == (value == 0), "what is not known fits zeros alone"
+    assert first.runs_again == (value != 0), "what is not known fits zeros alone"
     if value == 0:
         assert first.exponents == (UNKNOWN,)
         return
     again = judge(first.exponents, [bits_of(value)], term_bits)
-    assert again.fits
+    assert not again.runs_again
     assert again.exponents == first.exponents
     assert value * 2.0 ** first.exponents[0] < 2 ** (term_bits - GROWTH_BITS)
     for factor, fits in [
@@ -59,12 +59,12 @@ def test_what_is_chosen_for_a_gradient_fits_it_and_others_near_it(value: float, 
         (2.0**-SHRINKAGE_BITS, True), (2.0 ** -(SHRINKAGE_BITS + 1), False),
     ]:  # fmt: skip
         if SMALLEST_NORMAL <= value * factor <= LARGEST:
-            assert judge(first.exponents, [bits_of(value * factor)], term_bits).fits == fits, factor
+            assert judge(first.exponents, [bits_of(value * factor)], term_bits).runs_again == (not fits), factor
 
 
 def test_zeros_change_nothing() -> None:
     verdict = judge([17, UNKNOWN], [0, 0], MOST_BITS)
-    assert (verdict.fits, verdict.finite, verdict.exponents) == (True, True, (17, UNKNOWN))
+    assert (verdict.runs_again, verdict.misfits, verdict.exponents) == (False, (), (17, UNKNOWN))
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -72,12 +72,13 @@ def test_nothing_is_learned_from_gradients_that_are_not_finite_and_no_pass_runs_
     largest = [bits_of(1e30), bits_of(value), bits_of(2.0)]
     assert largest[1] >= NOT_FINITE
     verdict = judge([40, 40, UNKNOWN], largest, MOST_BITS)
-    assert (verdict.fits, verdict.finite, verdict.exponents) == (True, False, (40, 40, UNKNOWN))
+    assert (verdict.runs_again, verdict.finite, verdict.exponents) == (False, False, (40, 40, UNKNOWN))
+    assert verdict.misfits == (0, 1, 2)
 
 
 def test_one_parameter_that_does_not_fit_is_enough() -> None:
     good = judge([UNKNOWN] * 3, [bits_of(1.0)] * 3, MOST_BITS).exponents
-    assert judge(good, [bits_of(1.0)] * 3, MOST_BITS).fits
+    assert judge(good, [bits_of(1.0)] * 3, MOST_BITS).misfits == ()
     verdict = judge(good, [bits_of(1.0), bits_of(1e6), bits_of(1.0)], MOST_BITS)
-    assert not verdict.fits
+    assert verdict.misfits == (1,)
     assert [new - old for new, old in zip(verdict.exponents, good, strict=True)] == [0, -19, 0]
