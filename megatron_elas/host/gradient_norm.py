@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ def wrap_gradient_norm(original: Any) -> Any:
             return original(grads_for_norm, norm_type, grad_stats_parallel_group)
         assert float(norm_type) == 2.0, f"only the 2-norm can be the same for any cut, asked for {norm_type}"
         gradients = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else grads_for_norm
-        return exact_norm(sum_squares(gradients, device="cuda"), grad_stats_parallel_group)
+        return exact_norm(gradients, grad_stats_parallel_group)
 
     return get_grad_norm_fp32
 
 
-def exact_norm(row: torch.Tensor, group: Any = None) -> float:
-    """The root of the sum of all workers' rows, as the single-precision number that Megatron would pass on."""
+def exact_norm(tensors: Sequence[torch.Tensor], group: Any = None) -> float:
+    """Of the tensors of all workers, each cut as ``sum_squares`` wants it; a number of single precision."""
+    row = sum_squares(tensors, device=tensors[0].device if tensors else "cuda")
     dist.all_reduce(row, group=group)
     return float(torch.tensor(math.sqrt(read_sum(row)), dtype=torch.float32))

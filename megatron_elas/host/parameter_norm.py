@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megatron_elas.host.attachment import attachment
 from megatron_elas.host.gradient_norm import exact_norm
-from megatron_elas.runtime.exact_sums import sum_squares
 
 
 def wrap_parameter_norm(original: Any) -> Any:
@@ -28,7 +27,7 @@ def wrap_parameter_norm(original: Any) -> Any:
                 counted = [
                     data for data, sharded in _parameters(chunks, force_create_fp32_copy) if sharded or seat.cell == 0
                 ]
-                return exact_norm(sum_squares(counted, device="cuda"))
+                return exact_norm(counted)
             total = torch.zeros(1)
             for data, sharded in _parameters(chunks, force_create_fp32_copy):
                 # A shard has one owner; a whole parameter is on every cell of the stage.
