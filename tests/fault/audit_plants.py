@@ -70,7 +70,7 @@ def _plant_mask(out: Path, place: dict[str, int]) -> None:
         if seed in keys and not chosen:
             chosen.append(seed)
         if seed in chosen:  # again when activations are recomputed
-            mask.view(-1)[ELEMENT] ^= True
+            mask.view(-1)[-1] ^= True  # of attention, the last token looking at itself: it counts
             _tell(out, f"{tuple(mask.shape)}")
 
     random_streams.draw_mask = draw_mask

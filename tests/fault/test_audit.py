@@ -10,7 +10,7 @@ import pytest
 from megatron_elas.cli.audit_comparison import Comparison, compare
 from megatron_elas.cli.audit_files import read_audit
 from megatron_elas.host.sample_log import read_samples
-from megatron_elas.spec.audit import GRADIENTS, STATES, range_size
+from megatron_elas.spec.audit import GRADIENTS, KINDS, STATES, range_size
 from tests.fault.runs import Run, run_job
 from tests.fault.warm_launcher import WarmLauncher
 
@@ -88,6 +88,16 @@ def test_a_flipped_mask_is_named_and_nothing_but_it_when_samples_have_moved(
     for step in range(STEPS):
         masks = one.read_step(step).values["masks"]
         assert masks == other.read_step(step).values["masks"] and len(masks) >= BATCH * 4 * 3
+
+
+@pytest.mark.slow
+def test_at_bitwise_nothing_parts_from_the_undisturbed_run(warm: WarmLauncher, tmp_path: Path) -> None:
+    flags = ("--elastic-consistency=bitwise", "--attention-dropout=0.1", "--hidden-dropout=0.1")
+    faults = ("kill:worker=3@step=1,phase=backward,microbatch=0", "kill:worker=0@step=3,phase=optimizer")
+    calm, struck = run(tmp_path / "calm", warm, *flags), run(tmp_path / "struck", warm, *flags, faults=faults)
+    found = compared(calm, struck)
+    assert found.difference is None, found.difference
+    assert found.equal == tuple(range(STEPS + 1)) and found.kinds == KINDS
 
 
 @pytest.mark.slow
