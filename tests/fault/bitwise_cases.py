@@ -44,6 +44,13 @@ GRIDS = (
 )
 """Lanes, stages, rows."""
 DROPOUT = ("--attention-dropout=0.1", "--hidden-dropout=0.1")
+PRECISIONS = ((), (), ("--bf16",), ("--bf16",), ("--fp16", "--initial-loss-scale=1441792", "--loss-scale-window=4"))
+"""The last has overflows, and scales that grow."""
+EVERY = 5
+"""Steps from one evaluation to the next."""
+EVALUATIONS = ("--split=90,10,0", f"--eval-interval={EVERY}", "--eval-iters=2")
+MASKED = ("--data-path=DOCUMENTS", "--split=90,10,0", "--eod-mask-loss")
+"""Micro-batches have different numbers of tokens that count; the test puts the path in."""
 FIRST, APART, EVENTS = 2, 6, 3
 """Step of the first event, steps from one to the next (or up to two less), most events."""
 STEPS = FIRST + APART * EVENTS + 2
@@ -54,7 +61,7 @@ STEP_PHASES = tuple(
     for phase in FaultPhase
     if phase not in (*RECOVERY_PHASES, *MIGRATION_PHASES, FaultPhase.SAVE, FaultPhase.EVALUATE)
 )
-SURVIVOR_PHASES = (FaultPhase.RECOVERY_QUIESCE, FaultPhase.RECOVERY, FaultPhase.RECOVERY_VERIFY)
+RECOVERING = (FaultPhase.RECOVERY_QUIESCE, FaultPhase.RECOVERY, FaultPhase.RECOVERY_RESTORE, FaultPhase.RECOVERY_VERIFY)
 TRIES = 50
 
 
@@ -71,29 +78,33 @@ class Case:
     def __str__(self) -> str:
         job = self.job
         grid = f"tp{job.tensor} layers {'|'.join(map(str, job.layers))} dp{job.data}, batch {job.batch}"
-        features = (
-            f"{'llama' if job.llama else 'gpt'}{' tied' if job.tied else ''} clip={job.clip:g} {' '.join(job.more)}"
-        )
+        model = f"{'llama' if job.llama else 'gpt'}{' tied' if job.tied else ''} clip={job.clip:g}"
         happens = [f"--elastic-inject {fault}" for fault in self.faults] + [f"ask '{text}'" for text in self.asked]
-        return f"seed {self.seed}: {grid}, {features}: {', '.join(happens) or 'nothing happens'}"
+        flags = " ".join((*job.data_flags, *job.more))
+        return f"seed {self.seed}: {grid}, {model} {flags}: {', '.join(happens) or 'nothing happens'}"
 
 
 def draw_job(seed: int) -> Job:
-    """Of two seeds one is tied, of four two are in bf16 and one is a GPT, of three one recomputes all, one a part."""
+    """The features that change arithmetic take turns, each with a period of its own; the others are drawn.
+
+    Tied embeddings: every second. fp32, fp32, bf16, bf16, fp16. Recomputation: none, full, selective. Every fourth a
+    GPT. Documents that are masked at their ends: every third; a loss per token: every sixth, of these every second.
+    """
     rng = random.Random(f"job {seed}")
     tensor, stages, data = GRIDS[(seed * 5) % len(GRIDS)]
     layers = tuple(rng.randint(1, 3) for _ in range(stages))
     micro_batch = rng.choice((1, 1, 2))
-    more = ["--elastic-consistency=bitwise", *DROPOUT, f"--micro-batch-size={micro_batch}"]
-    more += ["--bf16"] if seed // 2 % 2 else []
+    more = ["--elastic-consistency=bitwise", *DROPOUT, f"--micro-batch-size={micro_batch}", *PRECISIONS[seed % 5]]
     more += [(), RECOMPUTE, ("--recompute-granularity=selective",)][seed % 3]
     more += ["--sequence-parallel"] if tensor > 1 and rng.random() < 0.5 else []
     more += ["--overlap-grad-reduce", "--overlap-param-gather"] if rng.random() < 0.5 else []
-    more += ["--log-num-zeros-in-grad"] if rng.random() < 0.3 else []
+    more += ["--log-num-zeros-in-grad", "--log-params-norm"] if rng.random() < 0.3 else []
+    more += ["--calculate-per-token-loss"] if seed % 6 in (1, 2) else []
+    more += EVALUATIONS if rng.random() < 0.5 else []
     return Job(
         layers=layers if sum(layers) > 1 else (2,), data=data, tensor=tensor, steps=STEPS, llama=seed % 4 != 3,
         tied=seed % 2 == 0, clip=rng.choice((0.0, 1.0, 0.1)), per_row=micro_batch * rng.choice((2, 3)),
-        more=tuple(more),
+        data_flags=MASKED if seed % 3 == 1 else ("--mock-data",), more=tuple(more),
     )  # fmt: skip
 
 
@@ -171,6 +182,8 @@ def micro_batch_size(job: Job) -> int:
 
 def _lose_one(rng: random.Random, outlook: _Outlook, step: int) -> _Event | None:
     worker, phase = rng.choice(sorted(outlook.seated)), rng.choice(STEP_PHASES)
+    if "--eval-iters=2" in outlook.job.more and rng.random() < 0.3:
+        step, phase = step + EVERY - 1 - step % EVERY, FaultPhase.EVALUATE
     after = outlook.without([worker])
     return None if after is None else ([_strike(rng, worker, step, phase)], [], after)
 
@@ -178,11 +191,12 @@ def _lose_one(rng: random.Random, outlook: _Outlook, step: int) -> _Event | None
 def _lose_two(rng: random.Random, outlook: _Outlook, step: int) -> _Event | None:
     """The second in the recovery from the first."""
     first, second = rng.sample(sorted(outlook.seated), 2) if len(outlook.seated) > 2 else (-1, -1)
+    between = outlook.without([first]) if first >= 0 else None
     after = outlook.without([first, second]) if first >= 0 else None
-    if after is None:
+    if between is None or after is None or second not in between.seated:
         return None
     faults = [_strike(rng, first, step, rng.choice(STEP_PHASES))]
-    return [*faults, _strike(rng, second, step, rng.choice(SURVIVOR_PHASES))], [], after
+    return [*faults, _strike(rng, second, step, rng.choice(RECOVERING))], [], after
 
 
 def _move_layers(rng: random.Random, outlook: _Outlook, step: int) -> _Event | None:
