@@ -27,6 +27,7 @@ Lines ``RESULT name=value unit``, over the steps from the first event on:
     step_cost@LEVEL[/MODEL]   step time / that at numerical, medians of turns; /larger: 4 layers of hidden size 512
     rng_cost[/MODEL]          step time with resharded streams / with Megatron's, both statistical
     memory_cost@LEVEL/larger  peak resident memory of a worker / that at numerical
+    memory_bytes_per_parameter@LEVEL/larger   what it is more than that, by the parameters of the worker's stage
 """
 
 from __future__ import annotations
@@ -297,18 +298,22 @@ def measure_cost(folder: Path, name: str, course: CostCourse, turns: int) -> Non
     flags = [*train_flags(course.model, COST_GRID, course.steps), *DROPOUT]
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     peaks: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    parameters = 0
     for turn in range(turns):
         for variant in list(VARIANTS)[:: -1 if turn % 2 else 1]:
             log_dir = folder / f"{variant.replace(' ', '-')}-{turn}"
             run = run_elastic(COST_GRID.workers, [*flags, *VARIANTS[variant]], log_dir, script=WORKER, preload=True)
             times[variant].append(statistics.median(run.step_times_ms(course.warm_up)))
-            peaks[variant].append(max(told["peak_rss_mb"] for told in run.measured() if "peak_rss_mb" in told))
+            ends = [told for told in run.measured() if "peak_rss_mb" in told]
+            peaks[variant].append(max(told["peak_rss_mb"] for told in ends))
+            parameters = max(told["parameters"] for told in ends)
     rows = {
         variant: [format_all(times[variant]), f"{statistics.median(peaks[variant]):.0f}"] for variant in VARIANTS
     }  # fmt: skip
     model = course.model
     print_table(
-        f"{name}, {COST_GRID}, {model.layers} layers of hidden size {model.hidden}, undisturbed",
+        f"{name}, {COST_GRID}, {model.layers} layers of hidden size {model.hidden}, {parameters / 1e6:.2f} million "
+        "parameters in the largest stage, undisturbed",
         ("ms per step, turn by turn", "peak resident MB of a worker"),
         rows,
     )
@@ -318,7 +323,9 @@ def measure_cost(folder: Path, name: str, course: CostCourse, turns: int) -> Non
     if course.suffix:
         base = statistics.median(peaks["numerical"])
         for level in ("statistical", "bitwise"):
-            print_result(f"memory_cost@{level}{course.suffix}", statistics.median(peaks[level]) / base, "ratio")
+            more = statistics.median(peaks[level]) - base
+            print_result(f"memory_cost@{level}{course.suffix}", 1 + more / base, "ratio")
+            print_result(f"memory_bytes_per_parameter@{level}{course.suffix}", more * 2**20 / parameters, "B", 1)
     print(f"cost of the levels, {name}: took {time.monotonic() - began_s:.0f} s", flush=True)
 
 

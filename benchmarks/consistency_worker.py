@@ -1,7 +1,7 @@
 """Trains as ``megatron_elas.pretrain_gpt`` does, and prints the exact loss of every step and the worker's peak memory.
 
 Started by ``consistency.py``. Lines after MEASURED_MARK: ``{"step", "loss"}`` of every step that this worker knows the
-loss of, once it counts, and at the end ``{"worker", "peak_rss_mb"}``.
+loss of, once it counts, and at the end ``{"worker", "peak_rss_mb", "parameters"}``, of its stage.
 
 ELAS_BENCH_DRAIN=STEP:WORKER drains that worker before that step, or before the first one after it at which that can be.
 ELAS_BENCH_OUT_OF_USE=STEP:ROW,... leaves data-parallel rows out from these steps on, as torchft does with replicas that
@@ -35,6 +35,8 @@ def record_losses(*, elastic: bool) -> None:
     from megatron_elas.runtime.session import Session
 
     if elastic:
+        from megatron_elas.host.attachment import attachment
+
         run_step, finish = Session.run_step, worker.finish
 
         @functools.wraps(run_step)
@@ -44,8 +46,12 @@ def record_losses(*, elastic: bool) -> None:
             return outcome
 
         def told_finish() -> None:
+            state = attachment().session._state
+            seat = state.plan.placement.find_seat(state.worker)
             finish()
-            _tell({"worker": int(os.environ["RANK"]), "peak_rss_mb": _peak_rss_mb()})
+            if seat is not None:
+                count = state.catalogue.total_count(state.plan, seat.stage)
+                _tell({"worker": state.worker, "peak_rss_mb": _peak_rss_mb(), "parameters": count})
 
         Session.run_step = told_step  # type: ignore[method-assign]
         worker.finish = told_finish
