@@ -30,7 +30,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
         # after it. In the second one worker 2 is in a gather inside a forward pass, with timers running.
         ["kill:worker=0@step=3,phase=between", "kill:worker=3@step=7,phase=forward,microbatch=0"],
         # Worker 1 has started to reduce its gradients.
-        ["kill:worker=0@step=5,phase=backward,microbatch=3"],
+        pytest.param(["kill:worker=0@step=5,phase=backward,microbatch=3"], marks=pytest.mark.slow),
     ],
     ids=["in-a-log-and-a-gather", "in-a-reduction"],
 )

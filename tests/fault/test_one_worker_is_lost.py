@@ -43,7 +43,7 @@ def test_without_a_fault_elastic_training_has_the_losses_of_stock_megatron(calm:
         pytest.param(0, "forward", id="first-worker-forward"),
         pytest.param(0, "backward", id="first-worker-backward", marks=pytest.mark.slow),
         pytest.param(1, "forward", id="first-stage-forward", marks=pytest.mark.slow),
-        pytest.param(1, "backward", id="first-stage-backward"),
+        pytest.param(1, "backward", id="first-stage-backward", marks=pytest.mark.slow),
         pytest.param(3, "forward", id="last-stage-and-logging-forward", marks=pytest.mark.slow),
         pytest.param(3, "backward", id="last-stage-and-logging-backward"),
     ],
@@ -69,14 +69,24 @@ def test_the_phases_of_the_printed_table_add_up_to_its_total(tmp_path: Path) -> 
     assert total > 0 and phases[-1] > 0
 
 
-@pytest.mark.parametrize("kind", ["exit", "stop", pytest.param("exception", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["exit", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("stop", "exception"))]
+)
 def test_other_ways_to_go_end_in_the_same_recovery(kind: str, calm: Run, tmp_path: Path) -> None:
     run = lose(tmp_path, f"{kind}:worker=2@step={AT},phase=backward,microbatch=1")
     assert_same_training(run, calm)
     assert_survivors(run, {0, 1, 3})
 
 
-@pytest.mark.parametrize("phase", ["reduce", "snapshot", "norm", "optimizer", "gather", "commit", "between"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "norm",
+        "optimizer",
+        "between",
+        *(pytest.param(phase, marks=pytest.mark.slow) for phase in ("reduce", "snapshot", "gather", "commit")),
+    ],
+)
 def test_a_worker_lost_around_the_ends_of_a_step_loses_no_step(phase: str, calm: Run, tmp_path: Path) -> None:
     run = lose(tmp_path, f"kill:worker=0@step={AT},phase={phase}")
     assert_same_training(run, calm)
