@@ -17,6 +17,7 @@ AT = 3
 STEPS = 10
 BATCH = 8
 LOSS = f"kill:worker=3@step={AT},phase=backward,microbatch=1"
+TWO, FOUR = "--pipeline-model-parallel-size=2", "--pipeline-model-parallel-size=4"
 FULL = ("--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1")
 SELECTIVE = "--recompute-granularity=selective"
 SEQUENCE = "--sequence-parallel"
@@ -53,31 +54,56 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(tmp_path_factory.mktemp("calm") / "run", [], 1)
 
 
+@pytest.fixture(scope="module")
+def two_stages(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Megatron gives every stage initial weights of its own: losses are those of as many stages only."""
+    return train(tmp_path_factory.mktemp("two-stages") / "run", [TWO], 2)
+
+
 @pytest.mark.parametrize(
     ("flags", "workers", "faults"),
     [
-        pytest.param(["--pipeline-model-parallel-size=2"], 4, [LOSS], id="a-loss"),
-        pytest.param(["--pipeline-model-parallel-size=2", *FULL], 4, [LOSS], id="a-loss-and-full-recomputation"),
-        pytest.param([SELECTIVE], 3, [], id="three-replicas-and-selective-recomputation"),
-        pytest.param(["--pipeline-model-parallel-size=4", SELECTIVE], 4, [], id="four-stages"),
+        pytest.param([TWO], 4, [LOSS], id="a-loss"),
+        pytest.param([TWO, *FULL], 4, [LOSS], id="a-loss-and-full-recomputation"),
+        pytest.param([SELECTIVE], 2, [], id="two-replicas-and-selective-recomputation"),
+        pytest.param([FOUR, SELECTIVE], 4, [], id="four-stages"),
         pytest.param(["--micro-batch-size=4"], 2, [], id="four-samples-side-by-side"),
         pytest.param(["--micro-batch-size=2"], 4, [f"kill:worker=1@step={AT},phase=forward,microbatch=0"], id="halves"),
     ],
 )
 def test_masks_and_losses_are_those_of_one_worker_alone(
-    flags: Sequence[str], workers: int, faults: Sequence[str], calm: Run, tmp_path: Path
+    flags: Sequence[str], workers: int, faults: Sequence[str], calm: Run, two_stages: Run, tmp_path: Path
 ) -> None:
     run = train(tmp_path / "run", flags, workers, faults)
     assert_same_masks(run, calm)
-    assert run.samples == {} or run.consumed == calm.consumed
-    assert run.losses == pytest.approx(calm.losses, rel=1e-5)
+    same = two_stages if TWO in flags else calm
+    assert run.consumed == same.consumed
+    if FOUR not in flags:
+        assert run.losses == pytest.approx(same.losses, rel=1e-5)
+
+
+def test_layers_that_move_and_backward_passes_that_are_split_change_no_mask(
+    calm: Run, two_stages: Run, tmp_path: Path
+) -> None:
+    environ = {"ELAS_TEST_ASK": f"{AT} rebalance 1,3", "ELAS_TEST_ORDERS": "split"}
+    run = train(tmp_path / "run", [TWO, "--elastic-migration=async"], 4, environ=environ)
+    assert (tmp_path / "run" / "asked.0").read_text().startswith("yes: "), run.output[-6000:]
+    assert len({draw[2] for record in stage_masks(run, 0) for draw in record if draw[0] == STEPS - 1}) == 1 + 1
+    assert_same_masks(run, calm)
+    assert run.losses == pytest.approx(two_stages.losses, rel=1e-5)
+
+
+def stage_masks(run: Run, stage: int) -> list[dict[tuple[object, ...], int]]:
+    """Of every worker that sits in this stage at the end."""
+    seats = {worker: record["stage"] for worker, record in run.records("final").items()}
+    return [record["masks"] for worker, record in run.records("masks").items() if seats[worker] == stage]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_lanes_draw_differently_where_megatron_has_them_do_so(
     sequence_parallel: bool, calm: Run, tmp_path: Path
 ) -> None:
-    flags = ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2"]
+    flags = ["--tensor-model-parallel-size=2", TWO]
     flags += [SEQUENCE] if sequence_parallel else []
     own = train(tmp_path / "own", flags, 4)
     run = train(tmp_path / "run", [*flags, *FULL], 8, [f"kill:worker=5@step={AT},phase=backward,microbatch=1"])
@@ -98,19 +124,21 @@ def test_lanes_draw_differently_where_megatron_has_them_do_so(
     assert apart and all(ours[(*draw[:4], 1)] != mask for draw, mask in apart)
 
 
-def test_streams_of_a_checkpoint_go_on_in_another_layout_and_with_another_seed(calm: Run, tmp_path: Path) -> None:
+def test_streams_of_a_checkpoint_go_on_in_another_layout_and_with_another_seed(
+    calm: Run, two_stages: Run, tmp_path: Path
+) -> None:
     saving = ["--ckpt-format=torch_dist", "--save-interval=5", f"--save={tmp_path / 'checkpoints'}"]
-    first = train(tmp_path / "first", ["--pipeline-model-parallel-size=2", *saving, "--exit-interval=5"], 4)
+    first = train(tmp_path / "first", [TWO, *saving, "--exit-interval=5"], 4)
     assert len(first.losses) == 5
     second = train(tmp_path / "second", [f"--load={tmp_path / 'checkpoints'}", "--seed=99"], 2)
     assert "the random streams of the checkpoint go on, of seed 1234, not 99" in second.output
     ours, theirs = merge(second.records("masks")), merge(calm.records("masks"))
     assert ours == {draw: mask for draw, mask in theirs.items() if draw[0] >= 5}
-    assert second.losses == pytest.approx(calm.losses[5:], rel=1e-5)
+    assert second.losses == pytest.approx(two_stages.losses[5:], rel=1e-5)
 
 
 def test_streams_of_megatron_are_stock_megatrons(tmp_path: Path) -> None:
-    flags = ["--pipeline-model-parallel-size=2"]
+    flags = [TWO]
     stock = run_stock(tmp_path / "stock", flags, workers=4, model=WITH_DROPOUT, steps=STEPS)
     run = train(tmp_path / "run", [*flags, "--elastic-rng=megatron", "--elastic-consistency=statistical"], 4)
     assert stock.code == 0, stock.output[-6000:]

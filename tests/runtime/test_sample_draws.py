@@ -111,6 +111,7 @@ def test_samples_lie_where_megatron_has_them() -> None:
     assert [sample_dim(shape, B, "x") for shape in ((B, 2, S, S), (S, B, H), (B, H), (B,))] == [0, 1, 0, 0]
 
 
+@pytest.mark.slow
 def test_torchs_compiler_is_not_imported() -> None:
     source = (
         "import contextlib, sys, torch\n"
