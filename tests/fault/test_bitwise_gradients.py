@@ -28,11 +28,17 @@ def state(run: Run) -> dict[tuple[int, str], torch.Tensor]:
     return {(lane, name): value for (_, lane, name), value in assemble(run.records("final")).items()}
 
 
-def assert_same_bits(run: Run, calm: Run) -> None:
-    """Lines from the first one of ``run`` on, and the state at the end."""
+def assert_same_bits(run: Run, calm: Run, *, loaded: bool = False) -> None:
+    """Lines from the first one of ``run`` on, and the state at the end.
+
+    Megatron's log averages the first two losses of a run that was ``loaded``, so the second line says nothing.
+    """
     assert (run.code, calm.code) == (0, 0), run.output[-8000:] if run.code else calm.output[-8000:]
     assert run.iterations == calm.iterations[-len(run.iterations) :]
-    assert run.losses == calm.losses[-len(run.losses) :]
+    losses, expected = list(run.losses), calm.losses[-len(run.losses) :]
+    if loaded:
+        del losses[1], expected[1]
+    assert losses == expected
     assert run.gradient_norms == calm.gradient_norms[-len(run.losses) :]
     ours, theirs = state(run), state(calm)
     copies = {key for key in ours.keys() ^ theirs.keys() if key[1] == HEAD and (key[0], EMBEDDING) in ours}
@@ -79,14 +85,14 @@ def test_a_checkpoint_goes_on_in_another_layout_with_the_same_bits(calm: Run, tm
     loading = ("--ckpt-format=torch_dist", f"--load={tmp_path / 'saved'}", *BITWISE)
     run = run_job(tmp_path / "run", loading, workers=2, model=TIED, steps=STEPS, timeout_s=300)
     assert run.iterations == list(range(AT + 1, STEPS + 1))
-    assert_same_bits(run, calm)
+    assert_same_bits(run, calm, loaded=True)
     assert run_again(run) == set()
 
 
 def test_a_checkpoint_that_takes_the_states_place_has_the_exponents(tmp_path: Path) -> None:
     """Of a lost owner there is no copy, so the survivors go back to the checkpoint."""
     flags = (
-        *FLAGS, "--elastic-snapshot-replicas=0", "--ckpt-format=torch_dist", "--save-interval=3", "--eval-iters=0",
+        *FLAGS, "--elastic-snapshot=off", "--ckpt-format=torch_dist", "--save-interval=3", "--eval-iters=0",
     )  # fmt: skip
     calm = run_job(
         tmp_path / "calm", (*flags, f"--save={tmp_path / 'a'}"), workers=4, model=TIED, steps=STEPS, timeout_s=300
