@@ -219,8 +219,8 @@ class MegatronHost:
             self._scheduler.step(increment=int(get_args().global_batch_size))
         self._step = step + 1
         # As train_step returns it: losses, skipped, whether to save or to exit and with which code, norm, zeros, and
-        # the largest attention logit, which is not asked for.
-        zeros = None if update.zeros is None else int(update.zeros)
+        # the largest attention logit, which is not asked for. It passes zeros on in single precision.
+        zeros = None if update.zeros is None else float(torch.tensor(update.zeros, dtype=torch.float32))
         return self.losses, int(not update.applies), False, False, 0, update.norm, zeros, 0
 
     def update_settings(self) -> Settings:

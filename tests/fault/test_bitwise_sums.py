@@ -31,6 +31,7 @@ class Case:
 
 
 EVALUATED = ("--split=90,10,0", "--eval-interval=4", "--eval-iters=2", "--log-params-norm", "--log-num-zeros-in-grad")
+DROPOUT = ("--attention-dropout=0.1", "--hidden-dropout=0.1")
 CASES = {
     # 3 cells, then 2, then 1; 15 micro-batches, a number that is no power of two.
     "cells-fp32": Case(
@@ -43,7 +44,7 @@ CASES = {
         ),
     ),
     "stages-bf16": Case(
-        flags=(*EVALUATED, "--pipeline-model-parallel-size=2", "--bf16", "--accumulate-allreduce-grads-in-fp32"),
+        flags=(*EVALUATED, *DROPOUT, "--pipeline-model-parallel-size=2", "--bf16"),
         workers=6,
         batch=12,
         faults=("kill:worker=4@step=4,phase=norm", "kill:worker=0@step=9,phase=optimizer"),

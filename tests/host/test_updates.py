@@ -22,7 +22,7 @@ from megatron_elas.spec.shards import SLOTS, Piece, ShardLayout
 from megatron_elas.spec.transaction import Update
 
 Bits = dict[str, torch.Tensor]
-Kind = Callable[[Settings], torch.optim.Optimizer]
+Kind = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 Updating = Callable[[], AbstractContextManager[None]]
 Told = tuple[dict[str, torch.Tensor], tuple[int, int]]
 
@@ -98,7 +98,7 @@ def update(pieces: Sequence[Piece], kind: Kind, updating: Updating = one_thread)
             held = values(number + 1, piece.name)[piece.start : piece.stop]
             slots[number, offset : offset + piece.numel] = held.square() if number == 2 else held
     flat[-1] = 4.0
-    settings: Settings = [{"lr": 1e-3, "weight_decay": 0.1}, {"lr": 3e-3, "weight_decay": 0.0}]
+    settings = Settings(groups=[{"lr": 1e-3, "weight_decay": 0.1}, {"lr": 3e-3, "weight_decay": 0.0}])
     mirror = OptimizerMirror(layout, flat, lambda name: int(name > "b"), kind, settings, 0.0, updating)
     for step in range(3):
         gradients = torch.cat([values(10 + step, piece.name)[piece.start : piece.stop] for piece in layout.pieces])
