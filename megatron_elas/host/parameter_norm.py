@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,7 +36,8 @@ def wrap_parameter_norm(original: Any) -> Any:
             dist.all_reduce(total)
             return float(total.sqrt())
 
-        return attached.session.run_between(body)
+        # Who had no seat then has nothing to tell of that step.
+        return attached.session.run_between(body, missed=lambda: math.nan)
 
     return calc_params_l2_norm
 

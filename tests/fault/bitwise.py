@@ -33,7 +33,9 @@ def assert_equal(run: Run, calm: Run) -> None:
     assert not told, "\n".join([f"{len(told)} differences, the first ones:", *told[:12]])
     assert_same_lines(run, calm)
     assert run.losses == calm.losses and run.gradient_norms == calm.gradient_norms
-    for what in (VALIDATION, PARAMETER_NORM, ZEROS, SCALE, SKIPPED):
+    told, want = (sorted(VALIDATION.findall(each.output)) for each in (run, calm))  # in the order of workers
+    assert told == want, f"evaluations: {told}, undisturbed {want}"
+    for what in (PARAMETER_NORM, ZEROS, SCALE, SKIPPED):
         told, want = (what.findall(each.output) for each in (run, calm))
         assert told == want, f"{what.pattern}: {told}, undisturbed {want}"
     _assert_same_ends(run, calm)

@@ -44,7 +44,13 @@ GRIDS = (
 )
 """Lanes, stages, rows."""
 DROPOUT = ("--attention-dropout=0.1", "--hidden-dropout=0.1")
-PRECISIONS = ((), (), ("--bf16",), ("--bf16",), ("--fp16", "--initial-loss-scale=1441792", "--loss-scale-window=4"))
+PRECISIONS = (
+    (),
+    (),
+    ("--bf16",),
+    ("--bf16",),
+    ("--fp16", "--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale=1441792", "--loss-scale-window=4"),
+)
 """The last has overflows, and scales that grow."""
 EVERY = 5
 """Steps from one evaluation to the next."""
