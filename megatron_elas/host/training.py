@@ -112,6 +112,8 @@ class MegatronHost:
         named = dict(named_parameters(model))
         self._access = ShardAccess(named, optimizer)
         self.losses: dict[str, torch.Tensor] = {}
+        self.told_losses: dict[str, torch.Tensor] = {}
+        """Those that all workers know, with the same bits."""
         """Of the step under way or the last one, over the whole batch."""
         self._groups: dict[str, int] = {}
         """Index of every parameter's optimizer group, by global name, over the whole model."""
@@ -196,8 +198,8 @@ class MegatronHost:
             own = sum_losses(list(losses), parallel_state.get_data_parallel_group(with_context_parallel=True))
         plan, seat = self._route.plan, self._route.seat
         tells = (seat.stage, seat.cell, seat.lane) == (plan.placement.num_stages - 1, 0, 0)
-        told, votes = tell_losses(own, tells, ballot)
-        self.losses = told | own
+        self.told_losses, votes = tell_losses(own, tells, ballot)
+        self.losses = self.told_losses | own
         return votes
 
     def read_gradients(self, flat: torch.Tensor) -> None:
@@ -218,10 +220,7 @@ class MegatronHost:
             self._scheduler.num_steps = captured.scheduler_steps
             self._scheduler.step(increment=int(get_args().global_batch_size))
         self._step = step + 1
-        # As train_step returns it: losses, skipped, whether to save or to exit and with which code, norm, zeros, and
-        # the largest attention logit, which is not asked for. It passes zeros on in single precision.
-        zeros = None if update.zeros is None else float(torch.tensor(update.zeros, dtype=torch.float32))
-        return self.losses, int(not update.applies), False, False, 0, update.norm, zeros, 0
+        return _outcome(self.losses, update)
 
     def update_settings(self) -> Settings:
         """See Host."""
@@ -422,9 +421,12 @@ class MegatronHost:
             self._loss_scale = LossScale.from_ints(state)
             write_loss_scale(self._optimizer, self._loss_scale)
 
-    def missed_step(self, step: int) -> object:
+    def missed_step(self, step: int, update: Update | None) -> object:
         """See Host."""
-        return {}, 0, False, False, 0, None, None, 0  # as train_step: no losses, no norm
+        if update is None:
+            return {}, 0, False, False, 0, None, None, 0  # as train_step: no losses, no norm
+        losses = {name: torch.tensor(loss) for name, loss in update.losses.items()}
+        return _outcome(losses, update)
 
     def _seed_new_cell(self, before: tuple[int, ...]) -> None:
         """Bring the random streams of workers that were not in one cell before together."""
@@ -457,3 +459,11 @@ class MegatronHost:
 
 def _running_timers() -> set[str]:
     return {name for name, timer in get_timers()._timers.items() if getattr(timer, "_started", False)}
+
+
+def _outcome(losses: dict[str, torch.Tensor], update: Update) -> object:
+    """As ``train_step`` returns it: losses, skipped, whether to save or to exit and with which code, norm, zeros, and
+    the largest attention logit, which is not asked for. It passes zeros on in single precision.
+    """
+    zeros = None if update.zeros is None else float(torch.tensor(update.zeros, dtype=torch.float32))
+    return losses, int(not update.applies), False, False, 0, update.norm, zeros, 0

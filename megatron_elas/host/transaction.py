@@ -120,4 +120,7 @@ def _bitwise(attached: Attachment) -> bool:
 
 def _update(attached: Attachment, norm: Any, zeros: Any, *, applies: bool) -> Update:
     zeros = None if zeros is None else float(zeros)
-    return Update.of(attached.counter.step, None if norm is None else float(norm), zeros, applies=applies)
+    assert attached.host is not None
+    losses = {name: float(loss) for name, loss in attached.host.told_losses.items()}
+    norm = None if norm is None else float(norm)
+    return Update.of(attached.counter.step, norm, zeros, applies=applies, losses=losses)

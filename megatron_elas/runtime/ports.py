@@ -147,8 +147,11 @@ class Host(Protocol):
     def write_history(self, history: Sequence[int]) -> None:
         """Take over what ``read_history`` gave on another worker: this one had no seat while others ran steps."""
 
-    def missed_step(self, step: int) -> object:
-        """What the training loop gets in place of the outcome of a step that ran while this worker had no seat."""
+    def missed_step(self, step: int, update: Update | None) -> object:
+        """What the training loop gets in place of the outcome of a step that ran while this worker had no seat.
+
+        ``update``: of the step, where it was finished in the recovery that gave this worker a seat.
+        """
 
     @property
     def checkpoint(self) -> int | None:

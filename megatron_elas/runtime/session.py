@@ -120,6 +120,8 @@ class Session:
         self._host: Host | None = None
         self._body: Body | None = None
         self._outcome: tuple[int, Any] | None = None
+        self._finished: Update | None = None
+        """Of the step that was finished in the newest recovery."""
         self._phase = StepPhase.COMPUTE
         self._running: int | None = None
         """The step whose body has begun and not returned."""
@@ -280,7 +282,8 @@ class Session:
         if self._outcome is None or self._outcome[0] != step:  # run by others while this worker had no seat
             assert self._host is not None and self._state is not None
             assert self._state.live is not None and self._state.live > step
-            self._outcome = (step, self._host.missed_step(step))
+            update = self._finished if self._finished is not None and self._finished.step == step else None
+            self._outcome = (step, self._host.missed_step(step, update))
         self._strike(step, "between", None)
         return self._outcome[1]
 
@@ -573,6 +576,7 @@ class Session:
         """Apply the step that is committed, where that has not been done, in the layout it was computed in."""
         state, host, update = self._state, self._host, settlement.commit
         assert state is not None and host is not None
+        self._finished = update
         _, store = state.stores.get(settlement.base_epoch, (None, None))
         if update is not None and store is not None:
             self._pool_in_use.finish_open_step(store, update)

@@ -23,6 +23,7 @@ that one has not joined the norm of ``k + 1``; so at most one step is open, and 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -58,11 +59,26 @@ class Update:
     """How many elements of the gradients are zero, where that is counted."""
     applies: bool = True
     """False: the framework leaves the update out (too large a norm), and the state stays as it is."""
+    losses_hex: tuple[tuple[str, str], ...] = ()
+    """Name and value of the step's losses, for who tells them and had no seat in the step."""
 
     @staticmethod
-    def of(step: int, norm: float | None, zeros: float | None = None, *, applies: bool = True) -> Update:
-        """With the norm as a number."""
-        return Update(step=step, norm_hex=None if norm is None else float(norm).hex(), zeros=zeros, applies=applies)
+    def of(
+        step: int,
+        norm: float | None,
+        zeros: float | None = None,
+        *,
+        applies: bool = True,
+        losses: Mapping[str, float] | None = None,
+    ) -> Update:
+        """With norm and losses as numbers."""
+        return Update(
+            step=step,
+            norm_hex=None if norm is None else float(norm).hex(),
+            zeros=zeros,
+            applies=applies,
+            losses_hex=tuple((name, float(loss).hex()) for name, loss in (losses or {}).items()),
+        )
 
     @property
     def overflowed(self) -> bool:
@@ -73,3 +89,8 @@ class Update:
     def norm(self) -> float | None:
         """Of all gradients, before clipping. None when the framework computes none."""
         return None if self.norm_hex is None else float.fromhex(self.norm_hex)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Of the step, by name."""
+        return {name: float.fromhex(loss) for name, loss in self.losses_hex}

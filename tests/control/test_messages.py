@@ -142,7 +142,8 @@ def test_any_bytes_are_refused_with_a_sentence(noise: bytes | str) -> None:
 @pytest.mark.parametrize("norm", [1.1, 5e-324, float("inf"), float("nan"), 0.0, None])
 def test_any_gradient_norm_comes_back_in_the_settlement_bit_for_bit(norm: float | None) -> None:
     report = make_report(0, 1, PLAN_OF_ONE)
-    told = replace(report.holdings[0], update=Update.of(4, norm))
+    losses = {"lm loss": 1 / 3} if norm is None else {"lm loss": norm}
+    told = replace(report.holdings[0], update=Update.of(4, norm, losses=losses))
     settled = decode_from_client(encode(messages.Settled(report=replace(report, holdings=(told,)))))
     assert isinstance(settled, messages.Settled)
     settlement = settle([settled.report], {0: PLAN_OF_ONE})
@@ -151,7 +152,7 @@ def test_any_gradient_norm_comes_back_in_the_settlement_bit_for_bit(norm: float 
     assert heard == order and isinstance(heard, messages.Recover)
     assert heard.settlement.commit is not None
     got = heard.settlement.commit.norm
-    assert repr(got) == repr(norm)
+    assert repr(got) == repr(norm) and repr(heard.settlement.commit.losses) == repr(losses)
 
 
 def test_values_that_make_no_sense_are_refused_with_the_field() -> None:

@@ -653,7 +653,8 @@ class ToyWorker:
         assert list(history) == [self.step]
         self.told.append(self.step)
 
-    def missed_step(self, step: int) -> int:
+    def missed_step(self, step: int, update: Update | None) -> int:
+        assert update is None or update.step == step
         self.steps_missed.append(step)
         return step
 
