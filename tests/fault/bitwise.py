@@ -12,10 +12,12 @@ import re
 
 import torch
 
-from tests.fault.migrations import EMBEDDING, HEAD, assert_same_lines, whole_parameters, whole_state
+from tests.fault.migrations import EMBEDDING, HEAD, assert_same_samples, whole_parameters, whole_state
 from tests.fault.runs import Run
 from tests.fault.traces import Step, read_trace
 
+LINE = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples: +(\d+)")
+"""Also of a step whose update is left out, in which no loss is told."""
 VALIDATION = re.compile(r"(validation loss at iteration \d+[^|]*)\| lm loss value: ([0-9.E+-]+)")
 PARAMETER_NORM = re.compile(r"params norm: ([0-9.]+)")
 ZEROS = re.compile(r"num zeros: ([0-9.]+)")
@@ -31,7 +33,10 @@ def assert_equal(run: Run, calm: Run) -> None:
     # A state is that before its step, so it comes first.
     told = [text for _, text in sorted(differences, key=lambda each: each[0])]
     assert not told, "\n".join([f"{len(told)} differences, the first ones:", *told[:12]])
-    assert_same_lines(run, calm)
+    lines, calm_lines = (LINE.findall(each.output) for each in (run, calm))
+    assert [int(number) for number, _ in calm_lines] == list(range(1, len(calm_lines) + 1)), calm_lines
+    assert lines == calm_lines, f"iterations and samples told: {lines}"
+    assert_same_samples(run, calm)
     assert run.losses == calm.losses and run.gradient_norms == calm.gradient_norms
     told, want = (sorted(VALIDATION.findall(each.output)) for each in (run, calm))  # in the order of workers
     assert told == want, f"evaluations: {told}, undisturbed {want}"

@@ -216,6 +216,11 @@ def assert_same_lines(run: Run, calm: Run) -> None:
     assert calm.iterations == list(range(1, len(calm.iterations) + 1)), f"undisturbed: lines {calm.iterations}"
     assert run.iterations == calm.iterations, f"lines {run.iterations}"
     assert run.consumed == calm.consumed, f"consumed {run.consumed}, undisturbed {calm.consumed}"
+    assert_same_samples(run, calm)
+
+
+def assert_same_samples(run: Run, calm: Run) -> None:
+    """Both ends of the pipeline had the samples of the undisturbed run in every step."""
     ends = [
         {step: [ids for ids in stages.values() if ids] for step, stages in each.samples.items()} for each in (run, calm)
     ]
