@@ -22,7 +22,7 @@ from tests.fault.warm_launcher import WarmLauncher
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 SEEDS = range(10)
-QUICK = -1
+QUICK = 1
 """The seed of the quick test."""
 
 
