@@ -49,7 +49,7 @@ PRECISIONS = (
     (),
     ("--bf16",),
     ("--bf16",),
-    ("--fp16", "--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale=1441792", "--loss-scale-window=4"),
+    ("--fp16", "--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale=360448", "--loss-scale-window=4"),
 )
 """The last has overflows, and scales that grow."""
 EVERY = 5
@@ -67,6 +67,7 @@ STEP_PHASES = tuple(
     for phase in FaultPhase
     if phase not in (*RECOVERY_PHASES, *MIGRATION_PHASES, FaultPhase.SAVE, FaultPhase.EVALUATE)
 )
+OF_UPDATES = (FaultPhase.NORM, FaultPhase.OPTIMIZER, FaultPhase.GATHER)
 RECOVERING = (FaultPhase.RECOVERY_QUIESCE, FaultPhase.RECOVERY, FaultPhase.RECOVERY_RESTORE, FaultPhase.RECOVERY_VERIFY)
 TRIES = 50
 
@@ -186,8 +187,13 @@ def micro_batch_size(job: Job) -> int:
 # ---------------------------------------------------------------- events
 
 
+def _phases(job: Job) -> tuple[FaultPhase, ...]:
+    """Of a step; a fault may come to be in one whose update is left out."""
+    return tuple(phase for phase in STEP_PHASES if "--fp16" not in job.more or phase not in OF_UPDATES)
+
+
 def _lose_one(rng: random.Random, outlook: _Outlook, step: int) -> _Event | None:
-    worker, phase = rng.choice(sorted(outlook.seated)), rng.choice(STEP_PHASES)
+    worker, phase = rng.choice(sorted(outlook.seated)), rng.choice(_phases(outlook.job))
     if "--eval-iters=2" in outlook.job.more and rng.random() < 0.3:
         step, phase = step + EVERY - 1 - step % EVERY, FaultPhase.EVALUATE
     after = outlook.without([worker])
@@ -201,7 +207,7 @@ def _lose_two(rng: random.Random, outlook: _Outlook, step: int) -> _Event | None
     after = outlook.without([first, second]) if first >= 0 else None
     if between is None or after is None or second not in between.seated:
         return None
-    faults = [_strike(rng, first, step, rng.choice(STEP_PHASES))]
+    faults = [_strike(rng, first, step, rng.choice(_phases(outlook.job)))]
     return [*faults, _strike(rng, second, step, rng.choice(RECOVERING))], [], after
 
 
