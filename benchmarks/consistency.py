@@ -25,7 +25,7 @@ Lines ``RESULT name=value unit``, over the steps from the first event on:
     deviation_spike@SYSTEM    the largest loss - undisturbed in the 10 steps from an event on
     deviation_vs_no_rng_resharding@SYSTEM   deviation_mean relative to that without RNG resharding; -100 % is none
     step_cost@LEVEL[/MODEL]   step time / that at numerical, medians of turns; /larger: 4 layers of hidden size 512
-    rng_cost[/MODEL]          step time with resharded streams / with Megatron's, both statistical
+    rng_cost@GRID[/MODEL]     step time with resharded streams / with Megatron's (random_streams.py: more closely)
     memory_cost@LEVEL/larger  peak resident memory of a worker / that at numerical
     memory_bytes_per_parameter@LEVEL/larger   what it is more than that, by the parameters of the worker's stage
 """
@@ -319,7 +319,7 @@ def measure_cost(folder: Path, name: str, course: CostCourse, turns: int) -> Non
     )
     for level in ("statistical", "bitwise"):
         print_ratio(f"step_cost@{level}{course.suffix}", times[level], times["numerical"])
-    print_ratio(f"rng_cost{course.suffix}", times["statistical"], times["megatron streams"])
+    print_ratio(f"rng_cost@{COST_GRID}{course.suffix}", times["statistical"], times["megatron streams"])
     if course.suffix:
         base = statistics.median(peaks["numerical"])
         for level in ("statistical", "bitwise"):
