@@ -134,16 +134,18 @@ def test_a_loss_before_the_first_update_while_all_steps_overflow(
 
 
 FEATURES = {
-    "static": replace(JOB, more=(*FP16, f"--loss-scale={2 * LARGEST:.0f}", "--no-check-for-nan-in-loss-and-grad")),
     "tied-overlap": replace(JOB, tied=True, more=(*EVERY_SECOND, "--overlap-grad-reduce", "--overlap-param-gather")),
     "sequence-parallel": replace(JOB, tensor=2, data=1, more=(*EVERY_SECOND, "--sequence-parallel")),
-    "per-token": replace(JOB, more=(*EVERY_SECOND, "--calculate-per-token-loss")),
+    "per-token": replace(
+        JOB, more=(*EVERY_SECOND, "--calculate-per-token-loss", f"--initial-loss-scale={LARGEST / 64:.0f}")
+    ),
     "whole-copies": replace(JOB, more=(*DYNAMIC, "--elastic-snapshot=copy")),
     "two-backups": replace(JOB, more=(*DYNAMIC, "--elastic-snapshot-replicas=2", "--log-num-zeros-in-grad")),
     "sums-in-fp16": replace(
         JOB,
         more=(
             *(flag for flag in EVERY_SECOND if "accumulate" not in flag),
+            f"--initial-loss-scale={LARGEST / 2:.0f}",
             "--elastic-consistency=statistical",
             "--elastic-rng=megatron",
         ),
@@ -168,6 +170,18 @@ def test_a_loss_with_every_feature(
     run = job.run(tmp_path / "run", warm, mode="off", faults=[fault])
     assert run.fired == [fault], run.output[-6000:]
     assert_same(run, calm)
+
+
+@pytest.mark.slow
+def test_a_loss_with_a_fixed_scale(undisturbed: Undisturbed, warm: WarmLauncher, tmp_path: Path) -> None:
+    job = replace(JOB, more=(*FP16, "--loss-scale=777"))
+    calm = undisturbed(job)
+    fault = f"kill:worker=3@step={GROWS},phase=norm"
+    run = job.run(tmp_path / "run", warm, mode="off", faults=[fault])
+    assert run.fired == [fault], run.output[-6000:]
+    assert run.loss_scales == calm.loss_scales == [(777.0, False)] * job.steps
+    assert_same_training(run, calm, relative=1e-4, state_error=5e-2)
+    assert_nothing_stale(run)
 
 
 @pytest.mark.slow
