@@ -31,7 +31,9 @@ def test_a_running_job_is_found_looked_at_and_struck(capsys: pytest.CaptureFixtu
         head, where, *more = capsys.readouterr().out.splitlines()
         assert re.fullmatch(r"job run7 at ws://127\.0\.0\.1:\d+:", head)
         assert where == "running, epoch 0: stage 0 (layer 0): [0] [1] | stage 1 (layer 1): [2] [3]"
-        workers = [line for line in more if not line.startswith("step time:")]  # there once a step was measured
+        assert [line for line in more if line.startswith("consistency: numerical")]
+        # The time of a step is there once one was measured.
+        workers = [line for line in more if not line.startswith(("consistency:", "step time:"))]
         pids = {int(re.findall(r"worker \d: step .+?, pid (\d+) on ", line)[0]) for line in workers}
         assert pids == {child.pid for child in job.workers()}
         step = 1_000_000
