@@ -72,6 +72,14 @@ def _find_beside_bitwise(args: Any, platform: PlatformName) -> Iterator[_Conflic
     for flag, given in varying.items():
         if given:
             yield _Conflict(flag, "Megatron calls its kernels nondeterministic", "leave it out")
+    if args.sft:
+        yield _Conflict("--sft", "Megatron averages its evaluations over cells", "leave it out")
+    if args.save_wgrads_interval is not None:
+        yield _Conflict(
+            f"--save-wgrads-interval {args.save_wgrads_interval}",
+            "no worker has the whole gradients that it saves, sums in fixed point are reduced and scattered",
+            "leave it out",
+        )
     if (platform != "cpu" or args.transformer_impl != "local") and not args.deterministic_mode:
         yield _Conflict(
             f"--transformer-impl {args.transformer_impl} on {platform} without --deterministic-mode",

@@ -149,7 +149,7 @@ class GradientSums:
             EpochChanged: The membership ended.
         """
         board = torch.zeros(len(self._exponents), dtype=torch.int32)
-        numbers = torch.tensor([place.number for place in self._places.values()])
+        numbers = torch.tensor([place.number for place in self._places.values()], dtype=torch.int64)
         board.scatter_reduce_(0, numbers, self._largest.cpu(), "amax")
         dist.all_reduce(board, op=dist.ReduceOp.MAX)
         verdict = judge(self._exponents, board.tolist(), self._term_bits)
@@ -265,6 +265,8 @@ class GradientSums:
         Raises:
             EpochChanged: The membership ended.
         """
+        if not self._numbers:  # before the first step
+            return step, {}
         self._next = Captured(step, self._tell_all(self._known_for(step)))
         known = self._next.exponents
         return step, {name: known[number] for name, number in self._numbers.items() if known[number] != UNKNOWN}

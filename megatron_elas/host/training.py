@@ -112,9 +112,9 @@ class MegatronHost:
         named = dict(named_parameters(model))
         self._access = ShardAccess(named, optimizer)
         self.losses: dict[str, torch.Tensor] = {}
+        """Of the step under way or the last one, over the whole batch."""
         self.told_losses: dict[str, torch.Tensor] = {}
         """Those that all workers know, with the same bits."""
-        """Of the step under way or the last one, over the whole batch."""
         self._groups: dict[str, int] = {}
         """Index of every parameter's optimizer group, by global name, over the whole model."""
         self._inspector = Inspector(model, named, optimizer)

@@ -155,17 +155,20 @@ def _share_losses(losses: Losses, items: CellItems, num_microbatches: int) -> tu
 
 
 def _weights(attached: Attachment) -> Weights:
-    from megatron.training import get_args
-
     job = attached.job
 
     def count_tokens(number: int) -> int:
         assert attached.train_loader is not None
         # Not by what the loader has handed out: one worker of a cell reads for all.
-        consumed = int(get_args().consumed_train_samples)
-        return attached.train_loader.count_tokens(consumed, micro_batch(number, job.micro_batch_size))
+        return attached.train_loader.count_tokens(_samples_before(attached), micro_batch(number, job.micro_batch_size))
 
     return Weights(micro_batch_size=job.micro_batch_size, count_tokens=count_tokens)
+
+
+def _samples_before(attached: Attachment) -> int:
+    """Samples of all steps before the one under way, which the loop may be ahead of: steps are run again behind it."""
+    assert attached.host is not None
+    return attached.host.consumed_samples(attached.counter.step)
 
 
 def _draw_for(attached: Attachment, item: Item) -> contextlib.AbstractContextManager[None]:
@@ -178,7 +181,7 @@ def _draw_for(attached: Attachment, item: Item) -> contextlib.AbstractContextMan
     stage = route.seat.stage
     start, stop = route.plan.layers[stage]
     behind = stage > 0 and start == stop == args.num_layers
-    samples = sample_ids(int(args.consumed_train_samples), item)
+    samples = sample_ids(_samples_before(attached), item)
     return attached.streams.forward_pass(attached.counter.step, samples, args.num_layers + 1 if behind else 0)
 
 

@@ -576,7 +576,8 @@ class Session:
         """Apply the step that is committed, where that has not been done, in the layout it was computed in."""
         state, host, update = self._state, self._host, settlement.commit
         assert state is not None and host is not None
-        self._finished = update
+        if update is not None:
+            self._finished = update
         _, store = state.stores.get(settlement.base_epoch, (None, None))
         if update is not None and store is not None:
             self._pool_in_use.finish_open_step(store, update)

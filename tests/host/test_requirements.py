@@ -34,6 +34,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "elastic_consistency": "numerical", "elastic_rng": "resharded", "hidden_dropout": 0.1, "attention_dropout": 0.0,
         "bf16": False, "accumulate_allreduce_grads_in_fp32": False, "grad_reduce_in_bf16": False,
         "cross_entropy_loss_fusion": False, "tp_comm_overlap": False, "deterministic_mode": False,
+        "sft": False, "save_wgrads_interval": None,
     }  # fmt: skip
     assert changes.keys() <= values.keys()
     return SimpleNamespace(**{**values, **changes})
@@ -85,6 +86,8 @@ UPSTREAM = {"elastic_rng": "megatron"}
     ("changes", "lowest", "words"),
     [
         (LOW, "numerical", "--grad-reduce-in-bf16: gradients would be .* reduced in bf16; leave it out"),
+        ({"sft": True}, "bitwise", "--sft: Megatron averages its evaluations over cells; leave it out"),
+        ({"save_wgrads_interval": 9}, "bitwise", "--save-wgrads-interval 9: no worker has the whole gradients"),
         ({"bf16": True}, "numerical", "--bf16 alone: .* add --accumulate-allreduce-grads-in-fp32"),
         (UPSTREAM, "numerical", r"--elastic-rng megatron and dropout \(hidden 0.1, attention 0\): .* leave"),
         ({"gradient_accumulation_fusion": True}, "bitwise", "add --no-gradient-accumulation-fusion"),
