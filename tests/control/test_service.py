@@ -254,8 +254,9 @@ def test_status_names_every_worker() -> None:
         members[0].link.wait_quiesce(0, WAIT_S)
         lines = ask(served, StatusRequest()).text.splitlines()
         assert lines[0].startswith("settling, epoch 1")
-        assert lines[4] == "worker 3: lost (exited, killed by SIGKILL)"
-        assert len(lines) == 5
+        assert lines[1] == "consistency: numerical, events change losses by rounding"
+        assert lines[5] == "worker 3: lost (exited, killed by SIGKILL)"
+        assert len(lines) == 6
 
 
 # ---------------------------------------------------------------- measured steps
@@ -275,7 +276,7 @@ def test_what_workers_measure_is_logged_and_told_by_status() -> None:
         logged = [served.steps.get(timeout=WAIT_S) for _ in members]
         assert sorted(report.worker for report in logged) == [0, 1, 2, 3]
         assert {report.predicted_s for report in logged} == {served.call(lambda: served.service.state.plan.predicted_s)}
-        headline, times, *workers = ask(served, StatusRequest()).text.splitlines()
+        headline, _, times, *workers = ask(served, StatusRequest()).text.splitlines()
         assert headline.startswith("running, epoch 0") and len(workers) == 4
         assert times.startswith("step time: 500.0 ms measured")
 
