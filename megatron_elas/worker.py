@@ -17,7 +17,7 @@ from megatron_elas.control.link import ControlLink
 from megatron_elas.control.messages import FaultFired, Hello, Quiesce
 from megatron_elas.control.port import LinkPort
 from megatron_elas.host.attachment import detach
-from megatron_elas.host.audit import Audit
+from megatron_elas.host.audit import Audit, check_audit
 from megatron_elas.host.checkpoints import use_exchangeable_checkpoints
 from megatron_elas.host.emulation import make_emulation, settle_emulation
 from megatron_elas.host.join import join_megatron
@@ -235,17 +235,14 @@ def _own_address(controller: str, first_node: str) -> str:
 
 def _make_audit(args: Any, environment: WorkerEnvironment) -> Audit | None:
     """What --elastic-audit asks for. Raises BadUsage when there is no folder for it."""
-    every = args.elastic_audit
-    if not every:
+    every, folder = args.elastic_audit, environment.log_dir
+    check_audit(every, folder)
+    if not every or folder is None:
         return None
-    if environment.log_dir is None:
-        raise BadUsage(
-            f"--elastic-audit {every} writes to the folder of elasrun --log-dir, which was not given: give elasrun "
-            f"--log-dir DIR, or leave --elastic-audit out"
-        )
     # Megatron's own streams draw for whole micro-batches: their masks belong to no sample.
     kinds = [kind for kind in KINDS if kind != "masks" or args.elastic_rng == "resharded"]
-    return Audit(Path(environment.log_dir), environment.worker, every, os.environ["TORCHELASTIC_RUN_ID"], kinds)
+    run = os.environ["TORCHELASTIC_RUN_ID"]
+    return Audit(Path(folder), environment.worker, every, run, kinds, args.elastic_consistency)
 
 
 _worker: list[Worker] = []

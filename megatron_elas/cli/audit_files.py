@@ -62,6 +62,8 @@ class AuditedRun:
     """Steps from one that is told to the next."""
     kinds: tuple[str, ...]
     """That are told, in the order of ``KINDS``."""
+    level: str
+    """Of the job's consistency; empty where it was not told."""
     lanes: int
     steps: tuple[int, ...]
     """That are told by all who ran them and count, ascending."""
@@ -133,6 +135,7 @@ def read_audit(folder: Path) -> AuditedRun:
         run=str(newest),
         every=int(heads[0].get("every", 1)),
         kinds=tuple(kind for kind in KINDS if kind in told),
+        level=str(heads[0].get("level", "")),
         lanes=next(iter(seats.values())).placement.tensor_parallel if seats else 1,
         steps=tuple(sorted(lines)),
         unfinished=tuple(missing),

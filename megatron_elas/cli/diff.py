@@ -42,11 +42,15 @@ def describe_all(a: AuditedRun, b: AuditedRun, found: Comparison) -> str:
     missing = [kind for kind in dict.fromkeys((*a.kinds, *b.kinds)) if kind not in found.kinds]
     if missing:
         pairs.append(("left out", f"{', '.join(missing)}: only one of the runs tells them"))
+    if a.level != b.level:
+        pairs.append(
+            ("mind", f"A ran at '{a.level}' and B at '{b.level}': a run is compared with one at its own level")
+        )
     return describe(a, b, found) + "\n" + format_pairs(*pairs)
 
 
 def _describe_side(run: AuditedRun, side: Side | None) -> str:
-    text = f"{run.folder}: {run.describe_steps()}"
+    text = f"{run.folder}{f' ({run.level})' if run.level else ''}: {run.describe_steps()}"
     if side is not None:
         text += f"; then epoch {side.epoch}, {side.placement}"
         if side.workers:
@@ -62,7 +66,13 @@ def _facts(a: AuditedRun, b: AuditedRun, found: Comparison) -> dict[str, object]
         "chain": found.chain,
         "difference": None if found.difference is None else as_table(found.difference),
         "runs": [
-            {"folder": str(run.folder), "run": run.run, "steps": list(run.steps), "unfinished": list(run.unfinished)}
+            {
+                "folder": str(run.folder),
+                "run": run.run,
+                "level": run.level,
+                "steps": list(run.steps),
+                "unfinished": list(run.unfinished),
+            }
             for run in (a, b)
         ],
     }

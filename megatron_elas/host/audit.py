@@ -24,6 +24,7 @@ from megatron_elas.spec.audit import (
     pack,
     range_size,
 )
+from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.shards import Piece
 
@@ -37,10 +38,19 @@ _NO_CHECKSUM = "-"
 """Of samples whose contents are not tensors with a row per sample."""
 
 
+def check_audit(every: int, log_dir: str | None) -> None:
+    """Raises BadUsage when steps are to be audited and there is no folder of logs."""
+    if every and not log_dir:
+        raise BadUsage(
+            f"--elastic-audit {every} writes to the folder of elasrun --log-dir, which was not given: give elasrun "
+            f"--log-dir DIR, or leave --elastic-audit out"
+        )
+
+
 class Audit:
     """Of one worker. What it cannot write is left out with one warning: training does not need it."""
 
-    def __init__(self, folder: Path, worker: int, every: int, run: str, kinds: Iterable[str]) -> None:
+    def __init__(self, folder: Path, worker: int, every: int, run: str, kinds: Iterable[str], level: str = "") -> None:
         """Nothing is written before the first step.
 
         Args:
@@ -49,11 +59,19 @@ class Audit:
             every: Steps from one that is told to the next.
             run: The job's id.
             kinds: That are told.
+            level: Of the job's consistency, for whoever reads it.
         """
         self._path = folder / audit_file(worker)
         self._worker = worker
         self._every = every
-        self._head = {"audit": AUDIT_FORMAT, "run": run, "worker": worker, "every": every, "kinds": list(kinds)}
+        self._head = {
+            "audit": AUDIT_FORMAT,
+            "run": run,
+            "worker": worker,
+            "every": every,
+            "kinds": list(kinds),
+            "level": level,
+        }
         self._descriptor: int | None = None
         self._chain = ""
         self._epoch: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 from megatron.training import arguments
 
+from megatron_elas.host.audit import check_audit
 from megatron_elas.host.requirements import check_elastic_arguments, describe_job
 from megatron_elas.host.shape import describe_model, describe_training, find_uncovered, layers_of_stages
 from megatron_elas.platform.detect import PlatformName
@@ -36,6 +38,7 @@ def find_elastic_refusal(args: argparse.Namespace, platform: PlatformName) -> st
     """Why --elastic would be refused here, whether it was given or not."""
     try:
         check_elastic_arguments(args, platform)
+        check_audit(args.elastic_audit, os.environ.get("ELAS_LOG_DIR"))
     except BadUsage as error:
         return str(error)
     return None

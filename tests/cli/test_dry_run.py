@@ -151,6 +151,7 @@ def test_nothing_is_left_of_a_dry_run(tmp_path: Path) -> None:
                 ("@no/such.args",),
                 ("--elastic-consistency", "exact"),
                 ("--elastic-rng", "megatron", "--hidden-dropout", "0.1"),
+                ("--elastic-audit", "1"),
                 ("--elastic-consistency", "bitwise", "--cross-entropy-loss-fusion"),
             )
         ),
