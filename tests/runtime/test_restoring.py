@@ -19,6 +19,7 @@ from megatron_elas.spec.errors import StateInvalid
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.moves import Move
 from megatron_elas.spec.remap import keeps_model
+from megatron_elas.spec.transaction import StepPhase
 from tests.runtime.jobs import PATIENCE_S, Job, ToyWorker, check_end, job_of, value_of
 from tests.runtime.workers import wait_until
 
@@ -106,6 +107,14 @@ def lose_first(job: Job, worker: int, phase: str = "backward", step: int = AT) -
     victim.hooks[phase, step] = vanish
 
 
+def knows_norm(worker: ToyWorker) -> bool:
+    """Whether it knows the norm of step ``AT``."""
+    state = worker.session._state
+    assert state is not None
+    behind = state.live is not None and state.live > AT
+    return state.plan.epoch == 1 and (behind or worker.session._phase not in (StepPhase.COMPUTE, StepPhase.REDUCE))
+
+
 def holds_copy(job: Job, owner: int, version: int) -> bool:
     """Whether all backups have all of the owner's copy of the version, and it all of its own wards'."""
     states = {worker.id: worker.session._state for worker in job.workers}
@@ -181,7 +190,15 @@ def test_a_second_worker_is_lost_at_the_end_of_the_first_step_after(
     second: int, phase: str, mode: SnapshotMode, tmp_path: Path
 ) -> None:
     with job_of(tmp_path, rows=4, copies=2, mode=mode, lazy=False) as job:
-        after_recovery(job.workers[second], phase, AT, job.workers[second].vanish)
+        victim = job.workers[second]
+        others = [other for other in job.workers if other.id not in (second, 3)]
+
+        def vanish() -> None:
+            if phase in ("gather", "stepped"):  # what only the victim knows would be lost with it
+                wait_until(lambda: any(knows_norm(other) for other in others))
+            victim.vanish()
+
+        after_recovery(victim, phase, AT, vanish)
         lose_first(job, 3, "snapshot")
         job.run(steps=STEPS)
         assert job.lost == {second, 3}
