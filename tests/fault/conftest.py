@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.fault.migrations import Job
-from tests.fault.runs import Run, run_job
+from tests.fault.runs import REPO, Run, run_job
 from tests.fault.warm_launcher import WarmLauncher, running_warm_launcher
 
 GRID = ("--pipeline-model-parallel-size=2",)
@@ -40,3 +42,11 @@ def undisturbed(warm: WarmLauncher, tmp_path_factory: pytest.TempPathFactory) ->
         return runs[(job, *flags)]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of data with short documents."""
+    prefix = tmp_path_factory.mktemp("documents") / "short"
+    subprocess.run([sys.executable, str(REPO / "tests/distributed/documents.py"), str(prefix)], check=True)
+    return prefix

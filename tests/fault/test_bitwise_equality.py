@@ -5,8 +5,6 @@ Layouts, features and events are random, and follow from a seed (``bitwise_cases
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from megatron_elas.spec.faults import parse_fault
 from tests.fault.bitwise import assert_equal
 from tests.fault.bitwise_cases import Case, draw_case, undisturbed
 from tests.fault.migrations import answers, events
-from tests.fault.runs import REPO, Run
+from tests.fault.runs import Run
 from tests.fault.warm_launcher import WarmLauncher
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
@@ -24,14 +22,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 SEEDS = range(10)
 QUICK = 1
 """The seed of the quick test."""
-
-
-@pytest.fixture(scope="session")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of data with short documents."""
-    prefix = tmp_path_factory.mktemp("documents") / "short"
-    subprocess.run([sys.executable, str(REPO / "tests/distributed/documents.py"), str(prefix)], check=True)
-    return prefix
 
 
 def train(case: Case, documents: Path, folder: Path, warm: WarmLauncher) -> Run:

@@ -2,21 +2,22 @@
 
 The loop is ahead where an owner and its backups are lost together, so that all return to a checkpoint, and where copies
 are kept whole and a worker is lost before that of the newest state has left it. With dropout: a step that is run again
-draws the masks of its own samples.
+draws the masks of its own samples, and counts their tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.fault.bitwise import assert_equal
-from tests.fault.bitwise_cases import DROPOUT, EVALUATIONS, PRECISIONS
+from tests.fault.bitwise_cases import DROPOUT, EVALUATIONS, MASKED, PRECISIONS
 from tests.fault.masks import merge
 from tests.fault.migrations import Job
-from tests.fault.runs import Run
+from tests.fault.runs import Run, assert_same_training
 from tests.fault.traces import read_trace
 from tests.fault.warm_launcher import WarmLauncher
 
@@ -123,3 +124,19 @@ def test_a_step_whose_state_was_not_copied_is_run_again_with_its_own_masks(
     assert behind <= run_behind(run, [LAST])
     assert_equal(run, calm)
     assert_same_masks(run, calm, range(LAST, STEPS))
+
+
+def test_a_part_of_a_micro_batch_that_is_run_again_weighs_by_the_tokens_of_its_own_step(
+    documents: Path, warm: WarmLauncher, tmp_path: Path
+) -> None:
+    """Three micro-batches of four samples; after the loss two cells have six samples each."""
+    data = tuple(flag.replace("DOCUMENTS", str(documents)) for flag in MASKED)
+    flags = ("--elastic-consistency=numerical", "--micro-batch-size=4", *COPY)
+    job = replace(ROWS, per_row=4, data_flags=data, more=flags)
+    fault = f"kill:worker=1@step={LAST},phase=evaluate,microbatch=0"
+    calm = job.run(tmp_path / "calm", warm, mode="off")
+    run = job.run(tmp_path / "run", warm, mode="off", faults=[fault], environ={"ELAS_TEST_TRACE": "1"})
+    assert run.fired == [fault]
+    assert {worker: record["items"] for worker, record in run.records("final").items()} == {0: [6], 2: [6]}
+    assert run_behind(run, [LAST]) == {0, 2}
+    assert_same_training(run, calm)
