@@ -36,7 +36,7 @@ def evaluations(run: Run) -> dict[str, float]:
     [
         pytest.param(0, "evaluate,microbatch=5", id="first-worker-evaluate", marks=pytest.mark.slow),
         pytest.param(3, "evaluate,microbatch=5", id="logging-worker-evaluate"),
-        pytest.param(0, "save", id="first-worker-save"),
+        pytest.param(0, "save", id="first-worker-save", marks=pytest.mark.slow),
         pytest.param(3, "save", id="logging-worker-save", marks=pytest.mark.slow),
     ],
 )
@@ -136,6 +136,7 @@ def test_a_checkpoint_whose_writing_was_cut_short_is_whole_when_it_is_saved_agai
         assert stock.losses[step] == pytest.approx(calm.losses[8 + step], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_failed_save_is_named_also_after_one_that_was_cut_short(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     (checkpoints / "iter_0000008" / "__2_0.distcp").mkdir(parents=True)

@@ -42,7 +42,8 @@ def test_overlapped_communication_timers_and_logs_are_cut_short(faults: list[str
     assert_nothing_stale(run)
 
 
-@pytest.mark.parametrize("worker", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", [0, 3])
 def test_a_worker_killed_inside_its_update_has_nobody_make_it_twice(worker: int, calm: Run, tmp_path: Path) -> None:
     # Timers of this level begin with barriers, also right behind the update.
     run = run_job(

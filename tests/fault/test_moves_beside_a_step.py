@@ -26,7 +26,8 @@ def train(folder: Path, flags: tuple[str, ...], *faults: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize("flags", [(), pytest.param(("--bf16",), marks=pytest.mark.slow)], ids=["fp32", "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--bf16",)], ids=["fp32", "bf16"])
 def test_a_second_worker_is_lost_in_a_forward_pass_while_state_moves(
     flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,7 @@ def test_a_lost_worker_takes_its_tensor_parallel_cell_along_and_its_mate_becomes
     assert "now      stage 0: [2,3] | spare: 0" in run.output
 
 
+@pytest.mark.slow
 def test_two_workers_of_different_stages_are_lost_one_after_the_other(calm: Run, tmp_path: Path) -> None:
     run = lose(
         tmp_path,

@@ -54,6 +54,7 @@ def test_masters_moments_and_step_are_equal_bit_for_bit_by_name(
         assert value[1].abs().sum() > 0, f"{key}: its first moment is zero, so the comparison says nothing"
 
 
+@pytest.mark.slow
 def test_a_bf16_parameter_is_the_cast_of_its_master_after_the_recovery(tmp_path: Path) -> None:
     run = lose_one(tmp_path, ("--bf16",), 4, 2)
     records = run.records("final")

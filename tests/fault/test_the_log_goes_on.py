@@ -43,7 +43,7 @@ def calm(calm_folder: Path) -> Run:
     "faults",
     [
         ["kill:worker=3@step=6,phase=between"],
-        ["kill:worker=3@step=7,phase=evaluate"],
+        pytest.param(["kill:worker=3@step=7,phase=evaluate"], marks=pytest.mark.slow),
         pytest.param(
             ["kill:worker=0@step=3,phase=between", "kill:worker=3@step=9,phase=commit"], marks=pytest.mark.slow
         ),
