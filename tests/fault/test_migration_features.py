@@ -28,7 +28,7 @@ OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 MASKED = ("--data-path=DOCUMENTS", "--split=1,0,0", "--eod-mask-loss")
 """Documents end within samples; the test puts their path in."""
 FP16 = (
-    "--fp16", "--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale=1441792", "--loss-scale-window=1",
+    "--fp16", "--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale=360448", "--loss-scale-window=1",
     "--hysteresis=1",
 )  # fmt: skip
 """Every second step overflows."""
