@@ -85,6 +85,8 @@ class GradientSums:
         self._spans: dict[Any, torch.Tensor] = {}
         """Totals of every bucket."""
         self._largest = torch.zeros(0, dtype=torch.int32)
+        self._place_numbers = torch.zeros(0, dtype=torch.int64)
+        """Of the parameters of the places, in the order of ``_largest``."""
         self._worthless: frozenset[int] = frozenset()
         """Numbers of parameters whose totals are, in a step with gradients that are not finite."""
         self._loaded: SavedExponents | None = None
@@ -149,8 +151,7 @@ class GradientSums:
             EpochChanged: The membership ended.
         """
         board = torch.zeros(len(self._exponents), dtype=torch.int32)
-        numbers = torch.tensor([place.number for place in self._places.values()], dtype=torch.int64)
-        board.scatter_reduce_(0, numbers, self._largest.cpu(), "amax")
+        board.scatter_reduce_(0, self._place_numbers, self._largest.cpu(), "amax")
         dist.all_reduce(board, op=dist.ReduceOp.MAX)
         verdict = judge(self._exponents, board.tolist(), self._term_bits)
         if verdict.runs_again:
@@ -318,3 +319,4 @@ class GradientSums:
             param: _Place(totals[param], self._numbers[name], self._largest[number : number + 1])
             for number, (name, param) in enumerate(named)
         }
+        self._place_numbers = torch.tensor([self._numbers[name] for name, _ in named], dtype=torch.int64)

@@ -1,4 +1,6 @@
-"""The losses of a batch put together by micro-batch, so that their sum does not depend on who ran which."""
+"""The losses of a batch, added over cells; or put together by micro-batch first, so that their sum does not depend on
+who ran which.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +60,21 @@ def told_once(losses: Losses, rank: int) -> Losses:
     ]
 
 
-def sum_up(losses: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The losses of the batch from all micro-batches', with the operations of Megatron's ``train_step``."""
+def sum_losses(losses: Sequence[dict[str, torch.Tensor]], group: Any = None) -> dict[str, torch.Tensor]:
+    """The step's losses, as Megatron's ``train_step`` reports them.
+
+    Args:
+        losses: One dictionary per pass; its values are (sum, count) or a mean.
+        group: The cells to add over; None: these are everybody's losses already.
+    """
     result = {}
     for key in losses[0] if losses else ():
         values = torch.stack([entry[key].detach().view(-1) for entry in losses])
-        total = values.sum(dim=0)
-        result[key] = total[0] / total[1] if values.shape[1] == 2 else values.mean()
+        if values.shape[1] == 2:
+            total = values.sum(dim=0)
+            if group is not None:
+                dist.all_reduce(total, group=group)
+            result[key] = total[0] / total[1]
+        else:
+            result[key] = values.mean()
     return result

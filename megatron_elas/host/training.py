@@ -22,7 +22,7 @@ from megatron_elas.host.groups import plan_groups, write_globals
 from megatron_elas.host.inspection import Inspector
 from megatron_elas.host.log_handover import Log
 from megatron_elas.host.loss_scale import LossScale, read_loss_scale, write_loss_scale
-from megatron_elas.host.losses import sum_up
+from megatron_elas.host.losses import sum_losses
 from megatron_elas.host.model import bucket_groups_of, clear_communication, fit_buffers, named_parameters, sum_gradients
 from megatron_elas.host.one_thread import one_thread
 from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess
@@ -30,7 +30,7 @@ from megatron_elas.host.pipeline import Route, RoutedPipeline
 from megatron_elas.host.restage import ModelFactory, has_room, seed_streams
 from megatron_elas.host.saved import Checkpoints, load_into
 from megatron_elas.host.split_backward import forget
-from megatron_elas.host.updates import OptimizerMirror, Settings, finish_update, read_settings, sum_losses, tell_losses
+from megatron_elas.host.updates import OptimizerMirror, Settings, finish_update, read_settings, tell_losses
 from megatron_elas.runtime.communicator.communicator import Communicator
 from megatron_elas.runtime.communicator.membership import GroupMembers
 from megatron_elas.runtime.verification.inspection import Inspection
@@ -81,7 +81,6 @@ class MegatronHost:
         first_step: int,
         log: Log,
         sums: GradientSums | None = None,
-        bitwise: bool = False,
     ) -> None:
         self._worker = worker
         self._initial = initial
@@ -102,7 +101,7 @@ class MegatronHost:
         self._first_samples = int(get_args().consumed_train_samples)
         self._log = log
         self._sums = sums
-        self._bitwise = bitwise
+        """At ``bitwise`` only."""
         self.checkpoints = Checkpoints(get_args())
         self._step = first_step
         self._realign = True
@@ -192,10 +191,8 @@ class MegatronHost:
         """Sum the step's losses over the cells of the last stage, and have all workers know them. Gives how many
         vote as this one does.
         """
-        if self._bitwise:
-            own = sum_up(losses)  # of all cells
-        else:
-            own = sum_losses(list(losses), parallel_state.get_data_parallel_group(with_context_parallel=True))
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        own = sum_losses(losses, None if self._sums is not None else group)  # at bitwise they are of all cells
         plan, seat = self._route.plan, self._route.seat
         tells = (seat.stage, seat.cell, seat.lane) == (plan.placement.num_stages - 1, 0, 0)
         self.told_losses, votes = tell_losses(own, tells, ballot)
@@ -209,7 +206,7 @@ class MegatronHost:
     def apply_update(self, gradients: torch.Tensor, update: Update) -> None:
         """See Host."""
         self._access.write_gradients(gradients)
-        with self._updating():
+        with self.updating():
             finish_update(self._optimizer, update, self._loss_scale)
 
     def conclude_step(self, step: int, captured: object, update: Update) -> object:
@@ -231,12 +228,12 @@ class MegatronHost:
         (part,) = self._optimizer.chained_optimizers
         return OptimizerMirror(
             layout, flat, self._groups.__getitem__, type(part.optimizer), self.update_settings(), part.config.clip_grad,
-            self._updating,
+            self.updating,
         )  # fmt: skip
 
-    def _updating(self) -> contextlib.AbstractContextManager[None]:
-        """What an update is made in, here as in ``host.transaction``."""
-        return one_thread() if self._bitwise else contextlib.nullcontext()
+    def updating(self) -> contextlib.AbstractContextManager[None]:
+        """What every update is made in, on owners and on copies."""
+        return one_thread() if self._sums is not None else contextlib.nullcontext()
 
     def plan_groups(self, plan: ElasticPlan) -> dict[str, GroupMembers]:
         """See Host."""

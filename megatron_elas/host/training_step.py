@@ -46,14 +46,13 @@ def wrap_train_step(original: Any) -> Any:
         def body(step: int) -> Any:
             if attached.sums is None:
                 return run(step)
-            captured = host.capture()
             while True:
                 try:
                     return run(step)
                 except PassesAgain as again:
                     again.__traceback__ = None  # it holds what the passes have made
                     host.clear_step()
-                    host.rewind(captured)
+                    host.rewind(attached.session.captured(step))
                     attached.sums.retry(again)
 
         def run(step: int) -> Any:
@@ -104,7 +103,6 @@ def _make_host(attached: Attachment, model: Any, optimizer: Any, scheduler: Any,
         first_step=first_step,
         log=attached.log,
         sums=attached.sums,
-        bitwise=attached.job.consistency == "bitwise",
     )
 
 

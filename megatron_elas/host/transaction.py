@@ -7,12 +7,10 @@ whoever is lost.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
 from megatron_elas.host.attachment import Attachment, attachment
-from megatron_elas.host.one_thread import one_thread
 from megatron_elas.spec.transaction import Update
 
 
@@ -100,10 +98,11 @@ def wrap_part_update(original: Any) -> Any:
         attached = attachment()
         if attached.counter.step < 0:
             return original(self)
+        assert attached.host is not None
         # A timer may begin with a barrier. Cut in one behind the update, this worker would make the update again.
         barriers, self.config.barrier_with_L1_time = self.config.barrier_with_L1_time, False
         try:
-            with attached.timer.optimizing(), one_thread() if _bitwise(attached) else contextlib.nullcontext():
+            with attached.timer.optimizing(), attached.host.updating():
                 outcome = original(self)
         finally:
             self.config.barrier_with_L1_time = barriers
@@ -112,10 +111,6 @@ def wrap_part_update(original: Any) -> Any:
         return outcome
 
     return step_with_ready_grads
-
-
-def _bitwise(attached: Attachment) -> bool:
-    return attached.job.consistency == "bitwise"
 
 
 def _update(attached: Attachment, norm: Any, zeros: Any, *, applies: bool) -> Update:

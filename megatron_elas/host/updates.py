@@ -140,25 +140,6 @@ def finish_update(chained: Any, update: Update, loss_scale: LossScale | None) ->
         part.config.timers, part.grad_scaler = timers, scaler
 
 
-def sum_losses(losses: list[dict[str, torch.Tensor]], group: Any) -> dict[str, torch.Tensor]:
-    """The step's losses over all cells of the last stage, as ``train_step`` reports them.
-
-    Args:
-        losses: One dictionary per item of this cell; its values are (sum, count) or a mean.
-        group: The cells.
-    """
-    result = {}
-    for key in losses[0] if losses else ():
-        values = torch.stack([entry[key].detach().view(-1) for entry in losses])
-        if values.shape[1] == 2:
-            total = values.sum(dim=0)
-            dist.all_reduce(total, group=group)
-            result[key] = total[0] / total[1]
-        else:
-            result[key] = values.mean()
-    return result
-
-
 MOST_LOSSES = 16
 """Losses with different names that all workers are told; further ones only the last stage knows."""
 NAME_BYTES = 32

@@ -239,6 +239,11 @@ class Session:
         self._enter(StepPhase.SYNC)
         state.live = step + 1
 
+    def captured(self, step: int) -> object:
+        """What the host captured at the start of the step under way or the one before."""
+        assert self._state is not None
+        return self._state.captures[step]
+
     def _in_step(self) -> tuple[WorkerState, int]:
         assert self._state is not None and self._running is not None, "no step is under way"
         return self._state, self._running

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from tests.fault.migrations import (
     assert_same_training,
     splits,
 )
-from tests.fault.runs import REPO, Run
+from tests.fault.runs import Run
 from tests.fault.settings import RECOMPUTE
 from tests.fault.warm_launcher import WarmLauncher
 
@@ -58,14 +56,6 @@ JOBS = {
         GRID, more=("--lr-warmup-iters=12", "--log-params-norm", "--log-num-zeros-in-grad"), clip=0.0
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of data with short documents."""
-    prefix = tmp_path_factory.mktemp("documents") / "short"
-    subprocess.run([sys.executable, str(REPO / "tests/distributed/documents.py"), str(prefix)], check=True)
-    return prefix
 
 
 def with_documents(job: Job, documents: Path) -> Job:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_elas.host import losses as module
-from megatron_elas.host.losses import Losses, gather_losses, sum_up, told_once
+from megatron_elas.host.losses import Losses, gather_losses, sum_losses, told_once
 from megatron_elas.spec.items import micro_batch
 
 MICRO_BATCHES = 11
@@ -69,7 +69,7 @@ def test_all_cells_have_all_losses_to_the_bit_in_order(dealt: list[list[int]], m
 def test_sums_and_what_megatron_adds_up_are_the_same_bits(
     dealt: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    want = sum_up(made())
+    want = sum_losses(made())
     cells = gather(monkeypatch, dealt)
     told = [told_once(cell, rank) for rank, cell in enumerate(cells)]
     total = torch.zeros(2)
@@ -77,18 +77,18 @@ def test_sums_and_what_megatron_adds_up_are_the_same_bits(
         total += torch.vstack([entry["lm loss"] for entry in cell]).sum(dim=0)
     assert torch.equal(total[0] / total[1], want["lm loss"])
     for cell, own in zip(cells, told, strict=True):
-        assert sum_up(cell) == want
+        assert sum_losses(cell) == want
         assert torch.equal(torch.cat([entry["mean"] for entry in own]).mean(), want["mean"])
 
 
 def test_other_orders_round_differently() -> None:
     """So the tests above would see what they are for."""
     assert any(
-        sum_up([made()[number] for number in torch.randperm(MICRO_BATCHES).tolist()])["lm loss"]
-        != sum_up(made())["lm loss"]
+        sum_losses([made()[number] for number in torch.randperm(MICRO_BATCHES).tolist()])["lm loss"]
+        != sum_losses(made())["lm loss"]
         for _ in range(50)
     )
 
 
 def test_no_losses_make_no_sum() -> None:
-    assert sum_up([]) == {}
+    assert sum_losses([]) == {}

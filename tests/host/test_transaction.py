@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from megatron_elas.host import transaction
+from megatron_elas.host.gradient_sums import GradientSums
 from megatron_elas.host.step_timer import StepTimer
+from megatron_elas.host.training import MegatronHost
 from megatron_elas.host.transaction import wrap_part_update
 from megatron_elas.spec.consistency import ConsistencyLevel
 
@@ -18,12 +21,13 @@ def attach(
     monkeypatch: pytest.MonkeyPatch, step: int, told: list[str], consistency: ConsistencyLevel = "numerical"
 ) -> None:
     """Be in this step; what the session and fault scripts hear is written to ``told``."""
+    host = SimpleNamespace(_sums=GradientSums(1) if consistency == "bitwise" else None)
     attached = SimpleNamespace(
         counter=SimpleNamespace(step=step),
         timer=StepTimer(0, lambda report: None),
         session=SimpleNamespace(applied=lambda: told.append("applied")),
         strike=lambda step, phase, microbatch: told.append(phase),
-        job=SimpleNamespace(consistency=consistency),
+        host=SimpleNamespace(updating=partial(MegatronHost.updating, host)),
     )
     monkeypatch.setattr(transaction, "attachment", lambda: attached)
 
