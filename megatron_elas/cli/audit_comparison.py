@@ -10,11 +10,9 @@ from dataclasses import dataclass
 
 from megatron_elas.cli.audit_files import AuditedRun, AuditedStep, Place
 from megatron_elas.cli.text import format_count, format_ranges
-from megatron_elas.spec.audit import ALL_LANES, GRADIENTS, KINDS, STATES, range_size
+from megatron_elas.spec.audit import ALL_LANES, GRADIENTS, KINDS, TENSORS, range_size
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.layout import describe_layers
-
-_TENSORS = (*STATES, GRADIENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +101,7 @@ def _chain(step: AuditedStep, kinds: tuple[str, ...], before: str) -> str:
 def _comparable(step: AuditedStep, kind: str) -> Mapping[Place, str]:
     """Without the copy of a tied embedding, which a run on one stage does not have."""
     values = step.values[kind]
-    if kind not in _TENSORS or not step.seats.tied:
+    if kind not in TENSORS or not step.seats.tied:
         return values
     return {place: value for place, value in values.items() if place[0] not in step.seats.tied}
 
@@ -141,7 +139,7 @@ def _differing(a: AuditedStep, b: AuditedStep, kind: str) -> list[Place]:
     """Places, in order."""
     # A tied weight has its copy where there are several stages; that of one run only says nothing.
     ours, theirs = a.values[kind], b.values[kind]
-    if kind in _TENSORS and {place[0] for place in ours} != {place[0] for place in theirs}:
+    if kind in TENSORS and {place[0] for place in ours} != {place[0] for place in theirs}:
         ours, theirs = _comparable(a, kind), _comparable(b, kind)
     places = [place for place in ours.keys() | theirs.keys() if ours.get(place) != theirs.get(place)]
     return sorted(places, key=_order)
@@ -159,7 +157,7 @@ def _order(place: Place) -> tuple[object, ...]:
 
 def _thing(kind: str, place: Place) -> Place:
     """What is counted: a tensor, not its ranges; a sample, not its readers."""
-    return place[:2] if kind in _TENSORS else place[1:] if kind == "samples" else place
+    return place[:2] if kind in TENSORS else place[1:] if kind == "samples" else place
 
 
 def _side(step: AuditedStep, kind: str, place: Place) -> Side:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elas.cli.text import format_ranges
-from megatron_elas.spec.audit import AUDIT_FORMAT, KINDS, STATES, PieceSums, StepLine, unlink, unpack
+from megatron_elas.spec.audit import AUDIT_FORMAT, KINDS, STATES, TENSORS, PieceSums, StepLine, unlink, unpack
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.layout import Cell, Placement
 
@@ -48,7 +48,7 @@ class AuditedStep:
 
     def writers_of(self, kind: str, place: Place) -> tuple[int, ...]:
         """The workers that told of it, ascending."""
-        is_mapped = kind in self.values and kind not in ("samples", "masks", "losses")
+        is_mapped = kind in self.values and kind in TENSORS
         return self.writers.get((STATES[0] if is_mapped else kind, place), ())
 
 
@@ -244,8 +244,8 @@ def _merge(step: int, epoch: int, seats: Seats, lines: Mapping[int, StepLine], t
     values: dict[str, dict[Place, str]] = {}
     writers: dict[tuple[str, Place], tuple[int, ...]] = {}
     is_end = any(line.is_end for line in lines.values())
-    for kind in ("samples", "masks", "losses"):
-        if kind in told and not is_end:
+    for kind in told:
+        if kind not in TENSORS and not is_end:
             found: dict[Place, set[str]] = defaultdict(set)
             for worker, line in sorted(lines.items()):
                 for place, value in _entries(kind, line):
@@ -269,7 +269,7 @@ def _merge(step: int, epoch: int, seats: Seats, lines: Mapping[int, StepLine], t
         if [start for start, _ in sorted(parts)] != ends[:-1] or ends[-1] != counts[name, lane]:
             raise ValueError(f"the elements of {name} in lane {lane} are not there once each")
     for kind in told:
-        if kind not in ("samples", "masks", "losses") and not (is_end and kind not in STATES):
+        if kind in (STATES if is_end else TENSORS):
             values[kind] = _add_up(kind, seats, lines)
     return AuditedStep(step=step, epoch=epoch, seats=seats, values=values, counts=counts, writers=writers)
 

@@ -14,12 +14,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_elas.spec.line_files import append_line, open_for_lines
+
 logger = logging.getLogger(__name__)
 
 WAITING = 10_000
 """Lines that may wait for the disk; more are dropped."""
-LONGEST_LINE = 1 << 18
-"""Bytes."""
 CLOSE_TIMEOUT_S = 2.0
 """For the last lines."""
 
@@ -63,12 +63,11 @@ class LineLog[Value]:
     def _run(self) -> None:
         descriptor: int | None = None
         while (value := self._values.get()) is not None:
-            line = self._encode(value) + b"\n"
+            line = self._encode(value)
             try:
                 if descriptor is None:
-                    descriptor = _open(self._path)
-                if os.write(descriptor, line) < len(line):
-                    raise OSError("the disk is full")
+                    descriptor = open_for_lines(self._path)
+                append_line(descriptor, line)
             except OSError as error:
                 logger.warning("%s are not written down any more: %s (%s)", self._name, self._path, error)
                 break
@@ -78,13 +77,3 @@ class LineLog[Value]:
             return
         while self._values.get() is not None:
             pass
-
-
-def _open(path: Path) -> int:
-    """The file, to append to. A line that an earlier controller could not finish is taken away."""
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o666)
-    size = os.fstat(descriptor).st_size
-    tail = os.pread(descriptor, LONGEST_LINE, max(0, size - LONGEST_LINE))
-    if tail and not tail.endswith(b"\n"):
-        os.ftruncate(descriptor, max(0, size - len(tail)) + tail.rfind(b"\n") + 1)
-    return descriptor

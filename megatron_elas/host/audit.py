@@ -25,6 +25,7 @@ from megatron_elas.spec.audit import (
     range_size,
 )
 from megatron_elas.spec.errors import BadUsage
+from megatron_elas.spec.line_files import append_line, open_for_lines
 from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.shards import Piece
 
@@ -171,26 +172,8 @@ class Audit:
     def _append(self, table: Mapping[str, Any]) -> None:
         """One line, with one write: it is whole when the worker is killed after it."""
         text, self._chain = link(table, self._chain)
-        data = text.encode() + b"\n"
         assert self._descriptor is not None
-        if os.write(self._descriptor, data) < len(data):
-            raise OSError("the disk is full")
-
-
-def open_for_lines(path: Path) -> int:
-    """A descriptor to append to; a line that an earlier writer could not finish is taken away."""
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o666)
-    stop = end = os.fstat(descriptor).st_size
-    while stop:
-        start = max(0, stop - (1 << 16))
-        at = os.pread(descriptor, stop - start, start).rfind(b"\n")
-        if at >= 0:
-            stop = start + at + 1
-            break
-        stop = start
-    if stop < end:
-        os.ftruncate(descriptor, stop)
-    return descriptor
+        append_line(self._descriptor, text.encode())
 
 
 def _sum_up(piece: Piece, count: int, values: Mapping[str, torch.Tensor | None]) -> PieceSums:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import count
 
 from megatron_elas.planner.prediction import Candidate
-from megatron_elas.planner.search import WHOLE, Freedom
+from megatron_elas.planner.search import Freedom
 from megatron_elas.planner.situation import Situation
 from megatron_elas.planner.step_plan import Effort, StepPlan, make_plan
 from megatron_elas.spec.errors import NoFeasiblePlan
@@ -36,7 +36,7 @@ def as_job_allows(freedom: Freedom, job: JobSpec, *, exact: bool = True, whole: 
     """
     if not (job.split_backward and exact):
         freedom = replace(freedom, split=False, orders=False)
-    return replace(freedom, deals=WHOLE, divide=False) if whole else freedom
+    return freedom.with_whole_micro_batches() if whole else freedom
 
 
 def find_plan(

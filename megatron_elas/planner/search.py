@@ -65,14 +65,14 @@ class Freedom:
     staggered: bool = False
     """Stages step their optimizers one by one; see ``prediction``."""
 
-
-WHOLE: tuple[Deal, ...] = ("reroute",)
-"""How whole micro-batches move."""
+    def with_whole_micro_batches(self) -> Freedom:
+        """As much of it as neither cuts nor joins micro-batches."""
+        return replace(self, deals=("reroute",), divide=False)
 
 
 def as_level_allows(freedom: Freedom, job: JobSpec) -> Freedom:
     """As much of it as keeps the job at its level of consistency."""
-    return replace(freedom, deals=WHOLE, divide=False) if job.keeps_micro_batches else freedom
+    return freedom.with_whole_micro_batches() if job.keeps_micro_batches else freedom
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

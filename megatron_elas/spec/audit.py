@@ -32,6 +32,8 @@ STATES = ("parameters", "exp_avg", "exp_avg_sq")
 """Before the step: fp32 masters and moments."""
 GRADIENTS = "gradients"
 """Reduced over all cells and not clipped, as the optimizer gets them."""
+TENSORS = (*STATES, GRADIENTS)
+"""Kinds that are told of ranges of tensors' elements, which add up; of others each is told whole."""
 KINDS = ("samples", *STATES, "masks", GRADIENTS, "losses")
 """Of what is told, in the order in which a step makes them."""
 ALL_LANES = "all"

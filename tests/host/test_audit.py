@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_elas.host.audit import Audit, open_for_lines
+from megatron_elas.host.audit import Audit
 from megatron_elas.runtime.random_streams import Draw
 from megatron_elas.spec.audit import KINDS
 from megatron_elas.spec.layout import Cell, Placement
@@ -82,14 +81,3 @@ def test_an_audit_that_cannot_be_written_ends_with_one_warning(
 def test_a_spare_does_not_tell_the_end(tmp_path: Path) -> None:
     Audit(tmp_path, 1, 1, "job", KINDS).write_end(ALONE, 3, [], [])
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("tail", [b"", b"half a line", b"x" * 200_000])
-def test_a_line_that_an_earlier_run_did_not_finish_is_taken_away(tail: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    for whole in (b"", b"one\n", b"one\n" + b"y" * 100_000 + b"\n"):
-        path.write_bytes(whole + tail)
-        descriptor = open_for_lines(path)
-        os.write(descriptor, b"next\n")
-        os.close(descriptor)
-        assert path.read_bytes() == whole + b"next\n"
