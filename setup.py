@@ -42,7 +42,10 @@ def native_libraries():
         Extension(
             ".".join(source.relative_to(root).with_suffix("").parts),
             [str(source.relative_to(root))],
-            depends=[str(header.relative_to(root)) for header in sorted(source.parent.glob("*.h"))],
+            depends=[
+                str(header.relative_to(root))
+                for header in sorted([*source.parent.glob("*.h"), *(root / "megatron_elas").glob("*.h")])
+            ],
             extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wextra", "-pthread"],
             extra_link_args=["-pthread"],
             optional=True,

@@ -32,7 +32,7 @@ def load(folder: Path, name: str) -> ctypes.CDLL | None:
             built_at = library.stat().st_mtime
             if any(
                 source.stat().st_mtime > built_at
-                for source in (folder / f"{name}.c", *folder.glob("*.h"))
+                for source in (folder / f"{name}.c", *folder.glob("*.h"), *Path(__file__).parent.glob("*.h"))
                 if source.exists()
             ):
                 logger.warning("%s is older than its sources and not used: run 'make native'", library)

@@ -9,11 +9,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define FOR_SEVERAL_PROCESSORS __attribute__((target_clones("default", "avx2", "avx512f")))
-#else
-#define FOR_SEVERAL_PROCESSORS
-#endif
+#include "../../several_processors.h"
 
 enum operation { SUM, AVG, MAX, MIN, PRODUCT, OPERATIONS };
 enum dtype { FLOAT32, FLOAT64, BFLOAT16, FLOAT16, INT64, INT32, INT8, UINT8, DTYPES }; /* as program.py */
