@@ -170,7 +170,15 @@ def test_hundred_edits_leave_no_descriptor_or_thread(tmp_path: Path) -> None:
     def counts() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
+    def sockets() -> int:
+        kinds = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile, or the listing's own
+                kinds.append(os.readlink(f"/proc/self/fd/{name}").partition(":")[0])
+        return kinds.count("socket")
+
     def body(own: int) -> bool:
+        inherited = sockets()
         with joined(own, 3, tmp_path) as (transport, communicator):
             group = dist.new_group([0, 1, 2])
             after_ten = (0, 0)
@@ -188,7 +196,10 @@ def test_hundred_edits_leave_no_descriptor_or_thread(tmp_path: Path) -> None:
                 members = (own,) if own == apart else tuple(at for at in range(3) if at != apart)
                 edit_to(communicator, epoch, range(3), {group.group_name: GroupMembers(members=members)})
                 if epoch == 10:
+                    ready.wait()  # a peer that is ahead would open the next links
+                    wait_until(lambda: sockets() == inherited + 1)  # where it listens
                     after_ten = counts()
+                    ready.wait()
             ready.wait()
             wait_until(lambda: counts() == after_ten)
             ready.wait()
