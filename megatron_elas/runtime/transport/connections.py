@@ -1,4 +1,4 @@
-"""How links come about: who dials whom, who is let in, and which links there are.
+"""How links come about: who dials whom, and who is let in.
 
 Of two workers the one with the higher id dials ("this is a link"). The lower one offers ("may this be a link?"): the
 higher one takes the offer, unless it has a link for the channel or is dialling one, so two links for one channel cannot
@@ -11,100 +11,28 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
-from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from collections.abc import Collection
 
 from megatron_elas.runtime.transport.dialler import Dialler
 from megatron_elas.runtime.transport.handshake import Hello, HelloKind, Verdict, make_key
 from megatron_elas.runtime.transport.link import Link
+from megatron_elas.runtime.transport.link_table import Key, LinkTable, Owner
 from megatron_elas.runtime.transport.listener import Listener
-from megatron_elas.spec.errors import EpochChanged, PeerLost
-
-Key = tuple[int, int]
-"""Peer and channel."""
 
 
-class Owner(Protocol):
-    """What connections ask of their transport."""
-
-    @property
-    def worker(self) -> int:
-        """Own worker id."""
-
-    @property
-    def epoch(self) -> int:
-        """Epoch that frames carry now."""
-
-    @property
-    def cancelled(self) -> bool:
-        """True between a cancel and the next epoch."""
-
-    @property
-    def wake_fd(self) -> int:
-        """Readable while cancelled."""
-
-    def refusal(self) -> EpochChanged:
-        """The error of an operation that may not run."""
-
-    def make_link(self, peer: int, channel: int, sock: socket.socket) -> Link:
-        """Wrap a connected, non-blocking socket."""
-
-
-class Connections:
+class Connections(LinkTable):
     """The links of one transport, and its listener."""
 
     def __init__(self, owner: Owner, listen: str, token: str) -> None:
         """Listen and start accepting. Raises as ``SocketTransport``."""
-        self.owner = owner
-        self.key = make_key(token)
-        self.name_channel: Callable[[int], str] = "channel {}".format
-        """For error texts."""
-        self.links: dict[Key, Link] = {}
-        self._closed = False
-        self._addresses: dict[int, str] = {}
-        self._lost: set[int] = set()
-        self._back: dict[int, int] = {}
-        """Lost workers that live again, with their first epoch: an earlier self may still be running somewhere."""
-        self._dialling: set[Key] = set()
-        self._wakers: set[int] = set()
-        """Event descriptors of the threads that open links."""
-        self.changed = threading.Condition()
-        """Guards links, addresses, losses and dials."""
-        self._listener = Listener(listen, self.key, owner.worker, self._welcome, f"elastic-accept-{owner.worker}")
+        super().__init__(owner)
+        self._secret = make_key(token)
+        self._listener = Listener(listen, self._secret, owner.worker, self._welcome, f"elastic-accept-{owner.worker}")
 
     @property
     def address(self) -> str:
         """Where peers dial this worker."""
         return self._listener.address
-
-    def set_addresses(self, addresses: Mapping[int, str]) -> None:
-        """Say where the living are. A lost worker that is among them lives again, from the next epoch on."""
-        with self.changed:
-            for peer in self._lost & addresses.keys():
-                self._lost.discard(peer)
-                self._back[peer] = self.owner.epoch + 1
-            self._addresses = dict(addresses)
-            self._tell()
-
-    def adopt(self, epoch: int, lost: Collection[int]) -> None:
-        """Close the links to ``lost`` and make the others usable in a new epoch. The caller holds ``changed``."""
-        self._lost.update(lost)
-        for key, link in list(self.links.items()):
-            if link.peer in self._lost or link.hung_up():  # a broken one between the living is dialled anew
-                link.close(f"worker {link.peer} left before epoch {epoch}")
-                del self.links[key]
-            else:
-                link.cut()
-                link.resume(epoch)
-
-    def keep(self, is_used: Callable[[int, int], bool]) -> None:
-        """See ``base.Transport.keep_links``."""
-        with self.changed:
-            for key, link in list(self.links.items()):
-                if not is_used(*key):
-                    link.close("no operation uses it any more")
-                    del self.links[key]
 
     def close(self) -> None:
         """Close links and listener, remove the socket file, end the thread. The transport is cancelled before."""
@@ -139,67 +67,11 @@ class Connections:
             waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._wakers.add(waker)
         try:
-            return Dialler(self, wanted, limit_s).run(waker)
+            return Dialler(self, self._secret, wanted, limit_s).run(waker)
         finally:
             with self.changed:
                 self._wakers.discard(waker)
                 os.close(waker)
-
-    def address_of(self, peer: int, channel: int) -> str:
-        """Where a peer can be dialled. Raises as ``open_all``."""
-        if peer == self.owner.worker:
-            raise ValueError(f"worker {peer} cannot send to itself")
-        if peer in self._lost:
-            raise PeerLost(peer, f"it left before epoch {self.owner.epoch}")
-        address = self._addresses.get(peer)
-        if address is None:
-            raise ValueError(
-                f"worker {peer} has no address; call set_addresses before using {self.name_channel(channel)}"
-            )
-        return address
-
-    def describe_failure(self, key: Key, address: str, why: str) -> str:
-        """The sentence of a dial that failed."""
-        return f"could not dial {address}: {why} ({self.name_channel(key[1])}, epoch {self.owner.epoch})"
-
-    def claim(self, key: Key) -> bool:
-        """Reserve the right to dial for this key; False when another thread has it. The caller holds ``changed``."""
-        if key in self._dialling:
-            return False
-        self._dialling.add(key)
-        return True
-
-    def unclaim(self, keys: Collection[Key]) -> None:
-        """Give it back."""
-        with self.changed:
-            self._dialling.difference_update(keys)
-            self._tell()
-
-    def enrol(self, key: Key, sock: socket.socket) -> Link:
-        """Make a dialled connection a link and give back the claim. Gives the link to use.
-
-        Raises:
-            EpochChanged: The transport was closed meanwhile.
-            PeerLost: The peer has left meanwhile.
-        """
-        with self.changed:
-            self._dialling.discard(key)
-            self._tell()
-            known = self.links.get(key)
-            if known is None and not self._closed and key[0] not in self._lost:
-                known = self.links[key] = self.owner.make_link(*key, sock)
-                return known
-            sock.close()
-            if self._closed:
-                raise self.owner.refusal()
-            if known is None:
-                raise PeerLost(key[0], f"it left before epoch {self.owner.epoch}")
-            return known
-
-    def _tell(self) -> None:
-        """Wake the threads that open links. The caller holds ``changed``."""
-        for waker in self._wakers:
-            os.eventfd_write(waker, 1)
 
     # ------------------------------------------------------------------ being dialled
 
@@ -207,7 +79,7 @@ class Connections:
         """A peer has connected and proven itself. Runs on the listener's thread."""
         key = (hello.worker, hello.channel)
         with self.changed:
-            if self._closed or self._has_left(hello) or (hello.kind is HelloKind.LINK) != (hello.worker > hello.peer):
+            if self._closed or self.has_left(hello) or (hello.kind is HelloKind.LINK) != (hello.worker > hello.peer):
                 sock.close()
                 return
             old = self.links.get(key)
@@ -220,12 +92,6 @@ class Connections:
                 old.close("dialled anew by the peer")
             self.links[key] = self.owner.make_link(*key, sock)
             self._tell()
-
-    def _has_left(self, hello: Hello) -> bool:
-        """Whether it is one we counted as lost; not one that took its place, perhaps in an epoch that is to come."""
-        if hello.worker in self._lost:
-            return hello.epoch <= self.owner.epoch
-        return hello.epoch < self._back.get(hello.worker, 0)
 
 
 def _say(sock: socket.socket, verdict: Verdict) -> bool:

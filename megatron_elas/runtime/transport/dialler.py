@@ -8,15 +8,12 @@ import os
 import select
 import time
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from megatron_elas.runtime.transport.dial import Dial
 from megatron_elas.runtime.transport.handshake import Hello, HelloKind, NotAMember, Verdict
 from megatron_elas.runtime.transport.link import Link
+from megatron_elas.runtime.transport.link_table import Key, LinkTable
 from megatron_elas.spec.errors import PeerLost
-
-if TYPE_CHECKING:
-    from megatron_elas.runtime.transport.connections import Connections, Key
 
 CONNECT_LIMIT_S = 5.0
 """A peer whose host does not accept a connection for so long is lost."""
@@ -36,11 +33,12 @@ dials bring none within both limits together is lost."""
 class Dialler:
     """One call of ``Connections.open_all``. Its thread is the caller's."""
 
-    def __init__(self, connections: Connections, wanted: Collection[Key], limit_s: float | None) -> None:
-        self._connections = connections
+    def __init__(self, table: LinkTable, secret: bytes, wanted: Collection[Key], limit_s: float | None) -> None:
+        self._table = table
+        self._secret = secret
         self._links: dict[Key, Link] = {}
         self._began_s = time.monotonic()
-        own = connections.owner.worker
+        own = table.owner.worker
         self._missing = {key: self._began_s + OFFER_AFTER_S if own < key[0] else 0.0 for key in wanted}
         """Keys without a link, with the time from when on they may be dialled."""
         self._dials: dict[int, Dial] = {}
@@ -59,12 +57,12 @@ class Dialler:
         Raises:
             EpochChanged, PeerLost: See ``Connections.open_all``.
         """
-        connections, owner = self._connections, self._connections.owner
+        table, owner = self._table, self._table.owner
         self._poller.register(owner.wake_fd, select.POLLIN)
         self._poller.register(wake_fd, select.POLLIN)
         try:
             while True:
-                with connections.changed:
+                with table.changed:
                     _drain(wake_fd)
                     self._take_known()
                     if not self._missing:
@@ -86,11 +84,11 @@ class Dialler:
         finally:
             for dial in self._dials.values():
                 dial.close()
-            connections.unclaim([_key_of(dial) for dial in self._dials.values()])
+            table.unclaim([_key_of(dial) for dial in self._dials.values()])
 
     def _take_known(self) -> None:
         """Links that have come about otherwise. The caller holds the lock, as for ``_claim``."""
-        known = self._connections.links
+        known = self._table.links
         for key in [key for key in self._missing if key in known]:
             self._links[key] = known[key]
             del self._missing[key]
@@ -99,27 +97,27 @@ class Dialler:
                 self._watch(dial, 0)
                 del self._dials[fd]
                 dial.close()
-                self._connections.unclaim([_key_of(dial)])
+                self._table.unclaim([_key_of(dial)])
 
     def _claim(self) -> None:
         """Begin to dial what nobody dials yet."""
-        connections, owner = self._connections, self._connections.owner
+        table, owner = self._table, self._table.owner
         own = {_key_of(dial) for dial in self._dials.values()}
         now = time.monotonic()
         for key, begin_s in self._missing.items():
             peer, channel = key
-            address = connections.address_of(peer, channel)  # raises when the peer is lost
-            if key in own or begin_s > now or not connections.claim(key):
+            address = table.address_of(peer, channel)  # raises when the peer is lost
+            if key in own or begin_s > now or not table.claim(key):
                 continue
             kind = HelloKind.LINK if owner.worker > peer else HelloKind.OFFER
             hello = Hello(kind, owner.worker, peer, channel, owner.epoch)
             try:
-                dial = Dial(address, hello, connections.key)
+                dial = Dial(address, hello, self._secret)
             except BaseException as error:
-                connections.unclaim([key])
+                table.unclaim([key])
                 if not isinstance(error, OSError):  # ValueError: no address that can be dialled
                     raise
-                raise PeerLost(peer, connections.describe_failure(key, address, error.strerror or str(error))) from None
+                raise PeerLost(peer, table.describe_failure(key, address, error.strerror or str(error))) from None
             self._dials[dial.socket.fileno()] = dial
             self._first_s.setdefault(key, dial.started_s)
 
@@ -135,11 +133,11 @@ class Dialler:
         del self._dials[dial.socket.fileno()]
         key = _key_of(dial)
         if verdict is Verdict.TAKEN:
-            self._links[key] = self._connections.enrol(key, dial.socket)
+            self._links[key] = self._table.enrol(key, dial.socket)
             del self._missing[key]
         else:
             dial.close()
-            self._connections.unclaim([key])
+            self._table.unclaim([key])
             now = time.monotonic()
             self._missing[key] = now + AGAIN_S
             tried_s = now - self._first_s[key]
@@ -162,13 +160,12 @@ class Dialler:
                 began_s = dial.started_s if dial.connected_s is None else dial.connected_s
                 state = "accepted no connection" if dial.connected_s is None else "was connected but did not answer"
                 raise self._lost(dial, f"it {state} within {now - began_s:.1f} s")
-        if (
-            self._began_s + self._limit_s <= now
-        ):  # it was not even dialled: another thread does, or the peer promised to
+        if self._began_s + self._limit_s <= now:
+            # it was not even dialled: another thread does, or the peer promised to
             key = next(iter(self._missing))
-            address = self._connections.address_of(*key)
+            address = self._table.address_of(*key)
             why = f"there was no link after {now - self._began_s:.1f} s"
-            raise PeerLost(key[0], self._connections.describe_failure(key, address, why))
+            raise PeerLost(key[0], self._table.describe_failure(key, address, why))
 
     def _limit_of(self, dial: Dial) -> float:
         """When the peer counts as lost, by ``time.monotonic()``."""
@@ -189,7 +186,7 @@ class Dialler:
 
     def _lost(self, dial: Dial, why: str) -> PeerLost:
         key = _key_of(dial)
-        return PeerLost(key[0], self._connections.describe_failure(key, dial.address, why))
+        return PeerLost(key[0], self._table.describe_failure(key, dial.address, why))
 
 
 def _key_of(dial: Dial) -> Key:

@@ -1,10 +1,9 @@
-"""Who moves the bytes: the C core where its library is there, Python code of the same meaning elsewhere."""
+"""What moves the bytes: one call, what ends it, and what an engine does."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 import socket
 import time
@@ -14,8 +13,6 @@ from typing import NamedTuple, Protocol
 from megatron_elas.runtime.transport.base import ProtocolError
 from megatron_elas.runtime.transport.link import Link
 from megatron_elas.runtime.transport.program import Program
-
-logger = logging.getLogger(__name__)
 
 Bound = tuple[Link, memoryview]
 """A part whose link is open."""
@@ -113,19 +110,3 @@ class Engine(Protocol):
 
     def forget(self) -> None:
         """Links have gone: drop what was kept for programs."""
-
-
-_said_in: set[int] = set()
-
-
-def choose_engine(control: Control) -> Engine:
-    """The C core when its library is there and not switched off, else the Python code. Says so once per process."""
-    from megatron_elas.runtime.transport.native_engine import NativeEngine
-    from megatron_elas.runtime.transport.native_link import library
-    from megatron_elas.runtime.transport.python_engine import PythonEngine
-
-    engine: Engine = PythonEngine(control) if library() is None else NativeEngine(control)
-    if os.getpid() not in _said_in:
-        _said_in.add(os.getpid())
-        logger.info("data plane: %s", engine.name)
-    return engine

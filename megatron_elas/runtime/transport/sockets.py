@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from megatron_elas.runtime.transport.base import Part, ProtocolError
 from megatron_elas.runtime.transport.connections import Connections
-from megatron_elas.runtime.transport.engine import Call, Control, Objection, choose_engine
+from megatron_elas.runtime.transport.engine import Call, Control, Objection
+from megatron_elas.runtime.transport.engine_choice import choose_engine
 from megatron_elas.runtime.transport.link import Link
 from megatron_elas.runtime.transport.posts import PostSender
 from megatron_elas.runtime.transport.program import Program

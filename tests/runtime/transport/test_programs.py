@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_elas.runtime.communicator.buffers import as_bytes
-from megatron_elas.runtime.transport import engine as engines
+from megatron_elas.runtime.transport import engine_choice
 from megatron_elas.runtime.transport.program import (
     SCRATCH,
     Copy,
@@ -190,7 +190,7 @@ def test_programs_that_do_not_fit_are_refused_before_anything_moves(tmp_path: Pa
 def test_which_engine_is_used_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(engines, "_said_in", set())
+    monkeypatch.setattr(engine_choice, "_said_in", set())
     monkeypatch.setenv("ELAS_NATIVE", "0")
     caplog.set_level(logging.INFO)
     with transports(2, tmp_path):
