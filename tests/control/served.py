@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_elas.config import ControlTimeouts
@@ -25,7 +26,9 @@ from megatron_elas.spec.step_trace import StepTrace
 from tests.control.jobs import TIMEOUTS, make_hello
 
 TOKEN = "secret"
-WAIT_S = 10.0
+WAIT_S = 20.0
+ROOMY = replace(TIMEOUTS, heartbeat_timeout_s=3.0, settle_timeout_s=3.0)
+"""For workers that send heartbeats from threads of a busy process."""
 WELCOME = Welcome(master_address="127.0.0.1", master_port=1, run_id="test")
 
 
@@ -58,12 +61,14 @@ class Served:
         """From now on; the workers keep theirs."""
         self.service._agent_health._limit_s = limit_s
 
-    def set_silence(self, workers: Sequence[int], silence_s: float) -> None:
-        """They said nothing for so long."""
+    def set_silence(self, node: int, workers: Sequence[int], silence_s: float) -> None:
+        """The node's agent and these workers said nothing for so long."""
 
         def age() -> None:
+            heard_s = self.service.now() - silence_s
+            self.service._agent_health.hear(node, heard_s)
             for worker in workers:
-                self.service._health.hear(worker, self.service.now() - silence_s)
+                self.service._health.hear(worker, heard_s)
 
         self.call(age)
 
@@ -100,7 +105,7 @@ def serving(
     world_size: int,
     *,
     nnodes: int = 1,
-    timeouts: ControlTimeouts = TIMEOUTS,
+    timeouts: ControlTimeouts = ROOMY,
     local_agent: bool = True,
     rebalances: tuple[Rebalance, ...] = (),
 ) -> Iterator[Served]:

@@ -99,6 +99,7 @@ def test_a_worker_is_drained(
 
 def test_a_worker_that_was_away_gets_the_order(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_elas.control.link.FIRST_PAUSE_S", 0.4)
+    monkeypatch.setattr("megatron_elas.control.health.LINK_GRACE_S", WAIT_S)
     with joined(served, JOB) as members:
         cut(served, 1)
         assert elas.main(["rebalance", "--layers", "4,2", "--controller", served.address]) == 0

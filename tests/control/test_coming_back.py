@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed
@@ -41,6 +43,21 @@ JOB = make_job(pipeline=2, data=2)
 def nobody_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that are told to end stay: they are threads of this process."""
     monkeypatch.setattr("megatron_elas.control.link._end_process", lambda worker, end: None)
+
+
+@pytest.fixture
+def way(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is cleared nobody connects again, and nobody is lost for that."""
+    is_open = threading.Event()
+    is_open.set()
+
+    def dial_when_open(*words: str) -> Any:
+        assert is_open.wait(WAIT_S)
+        return dial(*words)
+
+    monkeypatch.setattr("megatron_elas.control.link.dial", dial_when_open)
+    monkeypatch.setattr("megatron_elas.control.health.LINK_GRACE_S", 10 * WAIT_S)
+    return is_open
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -81,21 +98,25 @@ def test_what_was_said_while_there_was_no_connection_is_said_again() -> None:
         assert isinstance(served.state, Resuming)
 
 
-def test_what_was_announced_while_there_was_no_connection_is_heard_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_elas.control.link.FIRST_PAUSE_S", 0.4)
+def test_what_was_announced_while_there_was_no_connection_is_heard_later(way: threading.Event) -> None:
     with serving(4, timeouts=PATIENT) as served, joined(served, JOB) as members:
+        way.clear()
         cut(served, 1)
         served.apply(exited(3))
+        members[0].link.wait_quiesce(0, WAIT_S)
+        way.set()
         assert members[1].link.wait_quiesce(0, WAIT_S).epoch == 1
         assert members[1].quiesced.get(timeout=WAIT_S).epoch == 1
         assert set(served.state.roster.lost) == {3}
 
 
-def test_a_worker_waits_at_its_end_until_its_last_words_were_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_elas.control.link.FIRST_PAUSE_S", 0.4)
+def test_a_worker_waits_at_its_end_until_its_last_words_were_noted(way: threading.Event) -> None:
     with serving(4, timeouts=PATIENT) as served, joined(served, JOB) as members:
+        way.clear()
         cut(served, 1)
+        wait_until(lambda: not members[1].link._connected)
         members[1].link.send(Finished(worker=1))
+        threading.Timer(0.2, way.set).start()
         members[1].link.close()
         assert served.state.roster.finished == {1}
 
@@ -116,28 +137,30 @@ def test_messages_that_were_noted_are_not_repeated() -> None:
         assert fired == ["x", "y"]
 
 
-def test_a_stall_that_is_over_when_the_connection_is_back_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_elas.control.link.FIRST_PAUSE_S", 0.4)
+def test_a_stall_that_is_over_when_the_connection_is_back_is_not_told(way: threading.Event) -> None:
     with serving(4, timeouts=PATIENT) as served, joined(served, JOB) as members:
+        way.clear()
         cut(served, 2)
         wait_until(lambda: not members[2].link._connected)
         members[2].link.send(Stalled(worker=2, detail="its main thread made no progress for 9.0 s"))
         members[2].link.send(FaultFired(worker=2, fault="x", at_s=1.0))
+        way.set()
         wait_until(lambda: members[2].link._outbox.empty)
         assert served.state.roster.faults[2].fault == "x"
         assert isinstance(served.state, Running) and not served.state.roster.lost
 
 
-def test_a_stall_that_goes_on_when_the_connection_is_back_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_elas.control.link.FIRST_PAUSE_S", 0.6 * LINK_GRACE_S)
+def test_a_stall_that_goes_on_when_the_connection_is_back_is_told(way: threading.Event) -> None:
     with serving(4, timeouts=PATIENT) as served, joined(served, JOB) as members:
         link = members[2].link
+        way.clear()
         cut(served, 2)
         wait_until(lambda: not link._connected)
         link._watch = ProgressWatch(0.02, 0.1)
         link.progress(0, 5)  # and this thread does no more of it
         wait_until(lambda: link._watch._told)
         assert not link._connected, "nobody has heard it"
+        way.set()
         wait_until(lambda: set(served.state.roster.lost) == {2})
         assert "in step 5, at " in served.state.roster.lost[2].detail
 

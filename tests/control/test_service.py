@@ -54,14 +54,12 @@ from megatron_elas.spec.events import WorkerLost
 from megatron_elas.spec.report import RecoveryReport
 from megatron_elas.spec.step_report import StepReport
 from tests.control.jobs import TIMEOUTS, make_hello, make_job, make_report
-from tests.control.served import TOKEN, WAIT_S, WELCOME, Member, Served, joined, serving
+from tests.control.served import ROOMY, TOKEN, WAIT_S, WELCOME, Member, Served, joined, serving
 from tests.control.test_trace_log import make_trace
 
 JOB = make_job(pipeline=2, data=2)
 PATIENT = replace(TIMEOUTS, heartbeat_timeout_s=20.0, settle_timeout_s=20.0, resume_timeout_s=20.0, join_timeout_s=20.0)
 """For agents that send no heartbeats."""
-ROOMY = replace(TIMEOUTS, heartbeat_timeout_s=3.0, settle_timeout_s=3.0)
-"""For workers that send heartbeats from threads of a busy process."""
 UNREAD = 10
 """More answers than a connection that is made to hold one holds."""
 
@@ -124,7 +122,7 @@ def test_a_lost_worker_is_recovered_from_over_sockets() -> None:
 
 def test_survivors_hear_of_a_loss_at_once() -> None:
     job = make_job(pipeline=2, data=8)
-    with serving(16) as served, joined(served, job) as members:
+    with serving(16, timeouts=PATIENT) as served, joined(served, job, heartbeat_s=10.0) as members:
         heard: list[float] = []
         all_heard = threading.Barrier(len(members))
 
@@ -141,12 +139,13 @@ def test_survivors_hear_of_a_loss_at_once() -> None:
         all_heard.wait(WAIT_S)
         for thread in threads:
             thread.join()
-        # 15 listeners share this process's interpreter lock; on separate processes it is a fraction of this.
-        assert statistics.median(heard) - began < 0.5
+        # 15 listeners share this process's interpreter lock; on separate processes it is a fraction of this. With the
+        # next heartbeat, or after a limit, it would be several times as much.
+        assert statistics.median(heard) - began < 2
 
 
 def test_a_worker_without_heartbeats_is_lost_and_killed() -> None:
-    with serving(4) as served, joined(served, JOB) as members:
+    with serving(4, timeouts=replace(TIMEOUTS, heartbeat_timeout_s=1.0)) as served, joined(served, JOB) as members:
         # The link stays open and its process alive, as with SIGSTOP; only the heartbeats end.
         members[2].link._closing.set()
         assert members[0].link.wait_quiesce(0, WAIT_S).lost[0].worker == 2
@@ -286,14 +285,14 @@ def test_only_the_newest_step_is_told_and_once() -> None:
         link = members[1].link
         for step in range(20):
             link.measured(make_step(1, step))
-        assert served.steps.get(timeout=WAIT_S).step in (18, 19), "a heartbeat may have come in between"
+        told = [served.steps.get(timeout=WAIT_S).step]
+        while told[-1] != 19:  # heartbeats that came in between told what was the newest then
+            told.append(served.steps.get(timeout=WAIT_S).step)
+        assert told == sorted(set(told)) and len(told) < 20
         link.measured(make_step(1, 30))
         link.tell_measured()
         link.tell_measured()
-        told = [served.steps.get(timeout=WAIT_S).step]
-        if told == [19]:
-            told = [served.steps.get(timeout=WAIT_S).step]
-        assert told == [30]
+        assert served.steps.get(timeout=WAIT_S).step == 30
         beats = served.record("_hear")
         while not isinstance(beats.get(timeout=WAIT_S)[1], Heartbeat):
             pass
@@ -456,9 +455,7 @@ def test_a_node_that_falls_silent_is_lost_as_a_whole_and_told_so(told_to_end: qu
         assert decode_to_agent(agent.recv(timeout=WAIT_S)) == Heard(number=0)
         for member in members[2:]:
             member.link._closing.set()
-        wait_late(served, 1)
-        served.set_silence([2, 3], 2 * PATIENT.heartbeat_timeout_s)
-        served.set_agent_timeout(0.5)
+        served.set_silence(1, [2, 3], 2 * PATIENT.heartbeat_timeout_s)
         quiesce = members[0].link.wait_quiesce(0, WAIT_S)
         assert quiesce.epoch == 1 and [loss.worker for loss in quiesce.lost] == [2, 3]
         assert re.fullmatch(r"node 1 did not answer for [\d.]+ s", quiesce.lost[0].detail)
@@ -466,14 +463,6 @@ def test_a_node_that_falls_silent_is_lost_as_a_whole_and_told_so(told_to_end: qu
         assert isinstance(order, StopAll)
         assert (order.exit_code, order.signum) == (ExitCode.CUT_OFF, signal.SIGKILL), "its workers are not asked first"
         assert wait_closed(agent) is not None
-
-
-def wait_late(served: Served, node: int) -> None:
-    """Until the node's agent has missed heartbeats."""
-    deadline = time.monotonic() + WAIT_S
-    while not served.call(lambda: served.service._is_node_late(node, served.service.now())):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_message_of_a_lost_node_is_not_answered_and_silence_is_noticed_after_it(

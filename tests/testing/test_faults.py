@@ -18,7 +18,7 @@ def make(text: str, worker: int = 0) -> tuple[FaultInjector, list[Fault]]:
     return FaultInjector([parse_fault(text)], worker, lambda fault, at_s: announced.append(fault)), announced
 
 
-def strike(text: str) -> tuple[RankEnd, bytes]:
+def strike(text: str, timeout_s: float = 20.0) -> tuple[RankEnd, bytes]:
     """Let the fault strike a fork; gives its end and what was announced before."""
     ours, theirs = os.pipe()
 
@@ -27,7 +27,7 @@ def strike(text: str) -> tuple[RankEnd, bytes]:
         injector = FaultInjector([fault], 0, lambda fault, at_s: os.write(theirs, str(fault).encode()))
         injector.at(fault.step, fault.phase, fault.microbatch)
 
-    [end] = run_mortal_ranks(1, run, timeout_s=1.0)
+    [end] = run_mortal_ranks(1, run, timeout_s=timeout_s)
     os.close(theirs)
     announced = os.read(ours, 1000)
     os.close(ours)
@@ -44,7 +44,7 @@ def test_a_deadly_fault_is_announced_before_it_strikes(kind: str, status: int) -
 
 @pytest.mark.process
 def test_a_stopped_worker_stays_and_does_nothing() -> None:
-    end, announced = strike("stop:worker=0@step=3,phase=between")
+    end, announced = strike("stop:worker=0@step=3,phase=between", timeout_s=2.0)
     assert end.out_of_time and announced
 
 

@@ -492,8 +492,10 @@ def run_cycles(few: Few, cycles: int, seed: int) -> tuple[list[dict[str, int]], 
             few.all_of(living, lambda communicator: communicator.open_links())
             gc.collect()
             wait_until(lambda: all(not t._connections._listener._strangers for t in few.transports))
-            if len(counts) > 1:  # what the last dials used may be closing still
-                wait_until(lambda: (open_descriptors(), running_threads()) == (counts[1]["fds"], counts[1]["threads"]))
+            if len(counts) > 1:  # what the last dials used may be closing still, and their threads may be ending
+                wait_until(
+                    lambda: open_descriptors() <= counts[1]["fds"] and running_threads() <= counts[1]["threads"]
+                )
             counts.append(
                 {
                     "links": sum(len(transport._links) for transport in few.transports),
@@ -517,7 +519,7 @@ def running_threads() -> int:
 def check_flat(counts: list[dict[str, int]], rss_kib: int) -> None:
     for name in ("links", "fds", "threads"):
         seen = [count[name] for count in counts[1:]]
-        assert min(seen) == max(seen), f"{name}: {seen}"
+        assert max(seen) == seen[0], f"{name}: {seen}"
     assert counts[-1]["rss"] - counts[2]["rss"] <= rss_kib, [count["rss"] for count in counts]
 
 

@@ -21,7 +21,7 @@ from tests.runtime.communicator.test_epochs import check_sum, joined, make_barri
 from tests.runtime.workers import run_workers
 
 SIZE = 3
-HANGS_S = 4.0
+HANGS_S = 15.0
 """What takes longer is cancelled, and fails."""
 Body = Callable[[Any, int], Any]
 
@@ -207,7 +207,7 @@ def test_a_monitored_barrier_names_the_ranks_that_do_not_come(tmp_path: Path) ->
             text = ""
             if own not in (0, 2):
                 with pytest.raises((TimeoutError, ProtocolError)) as told:
-                    group.monitored_barrier(timedelta(seconds=0.2), wait_all_ranks=True)
+                    group.monitored_barrier(timedelta(seconds=1.0), wait_all_ranks=True)
                 text = str(told.value)
             ready.wait()
         return text

@@ -184,7 +184,7 @@ def test_a_peer_that_does_not_answer_in_time_is_lost(
         assert caught.value.peer == peer
         assert "(group DATA_PARALLEL, channel 7, epoch 0)" in caught.value.detail
         assert 0.2 <= time.monotonic() - started < 5
-        wait_until(lambda: len(os.listdir("/proc/self/fd")) == fds)
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= fds)  # garbage of earlier tests may go too
         assert not dials_left(transport)
         with pytest.raises(PeerLost):  # the epoch has ended
             transport.post(CHANNEL + 1, 0, Part(peer, data(1)))
@@ -195,7 +195,7 @@ def test_one_limit_holds_for_all_together_and_the_others_get_their_links(tmp_pat
         addresses = {transport.worker: transport.address for transport in made} | {9: deaf}
         made[2].set_addresses(addresses)
         with pytest.raises(PeerLost, match=r"did not answer within \d") as caught:
-            made[2].open_links([(0, CHANNEL), (9, CHANNEL), (1, CHANNEL)], limit_s=0.3)
+            made[2].open_links([(0, CHANNEL), (9, CHANNEL), (1, CHANNEL)], limit_s=1.0)
         assert caught.value.peer == 9
         assert set(made[2]._links) == {(0, CHANNEL), (1, CHANNEL)}
         next_epoch(made)
@@ -272,7 +272,7 @@ def test_a_cancel_ends_dials_at_once_and_the_next_epoch_dials_anew(tmp_path: Pat
             join()
         assert time.perf_counter() - started < 2
         assert not dials_left(made[1])
-        wait_until(lambda: len(os.listdir("/proc/self/fd")) == fds)
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= fds)  # garbage of earlier tests may go too
         made[1].set_addresses(addresses)
         next_epoch(made)
         made[1].open_links([(0, channel) for channel in range(50)])
@@ -295,7 +295,7 @@ def test_no_thread_is_made_for_dialling(tmp_path: Path) -> None:
     with transports(2, tmp_path) as made:
         before = threading.active_count()
         link_up(made, list(range(30)))
-        wait_until(lambda: threading.active_count() == before)
+        wait_until(lambda: threading.active_count() <= before)
 
 
 # ---------------------------------------------------------------- addresses

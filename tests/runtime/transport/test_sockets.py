@@ -23,8 +23,8 @@ from tests.runtime.transport.together import MIB, data, in_thread, next_epoch, r
 from tests.runtime.workers import KILLED, introduce, run_workers, wait_until
 
 CHANNEL = 7
-LIMIT_S = 2.0
-"""From a cancel to the exception, whatever the peer does."""
+LIMIT_S = 5.0
+"""From a cancel to the exception, whatever the peer does, on an overloaded machine."""
 
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -246,37 +246,53 @@ def test_a_buffer_is_not_read_after_a_cancelled_exchange(unix_pair: list[SocketT
 
 
 def test_a_signal_is_handled_while_an_operation_waits(unix_pair: list[SocketTransport]) -> None:
-    """A handler that returns changes nothing; one that raises ends the operation and lets go of its buffers."""
-    handled = []
+    """A handler that returns changes nothing; one that raises ends the operation and lets go of its buffers.
+
+    Signals come again and again until one was handled: Python does not see one that comes right before a system call
+    until that has ended.
+    """
+    handled: list[str] = []
+    act: list[Callable[[], None]] = []
 
     def handle(number: int, frame: object) -> None:
-        handled.append(number)
-        if len(handled) == 1:
-            later.append(in_thread(lambda: unix_pair[1].exchange(CHANNEL, 1, [Part(0, data(8))], [])))
-        else:
-            raise InterruptedError("by the test")
+        if act:
+            act.pop()()
+
+    def send() -> None:
+        handled.append("returned")
+        later.append(in_thread(lambda: unix_pair[1].exchange(CHANNEL, 1, [Part(0, data(8))], [])))
+
+    def fail() -> None:
+        handled.append("raised")
+        raise InterruptedError("by the test")
 
     later: list[Callable[[], object]] = []
     before = signal.signal(signal.SIGALRM, handle)
     try:
         got = room(8)
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        act.append(send)
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
         unix_pair[0].exchange(CHANNEL, 1, [], [Part(1, got)])
+        signal.setitimer(signal.ITIMER_REAL, 0)
         later[0]()
         assert got == data(8)
-        assert len(handled) == 1
+        assert handled == ["returned"]
         buffer = memoryview(bytearray(64 * MIB))
         [link] = unix_pair[0]._links.values()
 
         def interrupt() -> None:
             wait_until(lambda: link.queued > 0)
-            os.kill(os.getpid(), signal.SIGALRM)
+            act.append(fail)
+            while act:
+                os.kill(os.getpid(), signal.SIGALRM)
+                time.sleep(0.01)
 
         interrupter = threading.Thread(target=interrupt)
         with pytest.raises(InterruptedError):
             interrupter.start()
             unix_pair[0].exchange(CHANNEL, 2, [Part(1, buffer)], [])
         interrupter.join()
+        assert handled == ["returned", "raised"]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -475,7 +491,7 @@ def test_close_leaves_no_descriptor_thread_or_file(tmp_path: Path, scheme: str) 
         made[0].close()
         with pytest.raises(EpochChanged):
             join()
-    wait_until(lambda: threading.active_count() == threads)
+    wait_until(lambda: threading.active_count() <= threads)
     gc.collect()
-    wait_until(lambda: set(os.listdir("/proc/self/fd")) == fds)
+    wait_until(lambda: set(os.listdir("/proc/self/fd")) <= fds)
     assert not os.listdir(tmp_path)

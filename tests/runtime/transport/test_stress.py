@@ -24,7 +24,7 @@ WORKERS = 4
 CHANNEL = 4
 MEETING = 1
 REDUCER = TorchReducer("SUM", torch.float32)
-LIMIT_S = 2.0
+LIMIT_S = 5.0
 """From a cancel to the exception, on an overloaded machine; it takes a fraction of a millisecond on a free one."""
 
 

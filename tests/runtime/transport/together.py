@@ -34,7 +34,7 @@ def in_thread(function: Callable[[], object]) -> Callable[[], object]:
     thread.start()
 
     def join() -> object:
-        thread.join(10)
+        thread.join(30)
         assert outcome, "still blocked"
         if isinstance(outcome[0], BaseException):
             raise outcome[0]
