@@ -6,7 +6,6 @@ Takes all arguments of Megatron 0.19's pretrain_gpt.py, the group "elastic", and
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 # What is imported here is imported before the Python's version is checked, so any Python must be able to read it.
 from megatron_elas.prerequisites import check_prerequisites
+from megatron_elas.refusal import Refusal, refuse
 from megatron_elas.spec.errors import ElasticError, ExitCode
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def errors_told() -> Iterator[None]:
     except ElasticError as error:
         if error.exit_code is ExitCode.CRASHED:
             raise
-        _tell_once(f"megatron_elas: {error}")
+        _tell_once(error)
         raise SystemExit(int(error.exit_code)) from error
 
 
@@ -83,22 +83,20 @@ def preload() -> PlatformName:
     return platform
 
 
-def _tell_once(sentence: str) -> None:
+def _tell_once(error: ElasticError) -> None:
     """Say what is wrong with the job, once; all workers find the same.
 
-    Under elasrun the first worker of a node to come here speaks, and the others wait until it has: the first one to
-    exit makes elasrun end the rest. Under other launchers the first rank speaks.
+    Under elasrun the first worker of a node to come here speaks. Under other launchers the first rank does.
     """
-    run_dir = os.environ.get("ELAS_RUN_DIR")
-    if run_dir is None:
-        if os.environ.get("RANK", "0") == "0":
-            print(sentence, file=sys.stderr, flush=True)
-        return
-    with open(os.path.join(run_dir, "told"), "a") as told:
-        fcntl.flock(told, fcntl.LOCK_EX)
-        if os.fstat(told.fileno()).st_size == 0:  # not told.tell(), which is where it ended before the lock was had
-            print(sentence, file=sys.stderr, flush=True)
-            told.write(sentence)
+
+    def say() -> None:
+        print(f"megatron_elas: {error}", file=sys.stderr, flush=True)
+
+    run_dir, rank = os.environ.get("ELAS_RUN_DIR"), int(os.environ.get("RANK", "0"))
+    if run_dir is not None:
+        refuse(run_dir, Refusal(worker=rank, exit_code=int(error.exit_code), sentence=str(error)), say)
+    elif rank == 0:
+        say()
 
 
 def load_worker() -> Any:

@@ -78,6 +78,7 @@ class Worker:
                 shape=shape,
                 training=training,
                 emulated=None if emulation is None else emulation.time,
+                faults=tuple(map(str, self._faults.pending)),
             ),
             environment.heartbeat_s,
             self._cancel,
@@ -144,8 +145,6 @@ class Worker:
         self._session.finish(None if unsaved is None else lambda: self._report_unsaved(unsaved))
         if self.attachment.audit is not None and self.attachment.host is not None:
             self.attachment.host.tell_audit_end(self.attachment.audit, self._session.plan)
-        for fault in self._faults.pending:
-            logger.warning("fault %s never struck: training did not come to that place", fault)
         self._close()
 
     def _report_unsaved(self, iteration: int) -> None:

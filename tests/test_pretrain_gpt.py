@@ -15,6 +15,8 @@ import pytest
 
 from megatron_elas import pretrain_gpt
 from megatron_elas.cli import elas
+from megatron_elas.refusal import Refusal, read_refusal
+from megatron_elas.spec.errors import BadUsage, WrongVersion
 from tests.forker import Forker, JobResult, running_forker
 from tests.megatron_checkout import copy_checkout
 from tests.training_jobs import CPU_FLAGS, MOCK_DATA, TINY
@@ -190,12 +192,16 @@ def test_a_worker_that_waited_for_another_one_to_speak_is_silent(
     monkeypatch.setenv("ELAS_RUN_DIR", str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", another_speaks_first)
-        pretrain_gpt._tell_once("no")
+        pretrain_gpt._tell_once(BadUsage("no"))
     assert capsys.readouterr().err == ""
+    assert read_refusal(str(tmp_path)) is None
     (tmp_path / "told").unlink()
-    pretrain_gpt._tell_once("yes")
-    pretrain_gpt._tell_once("yes")
-    assert capsys.readouterr().err == "yes\n"
+    monkeypatch.setenv("RANK", "3")
+    pretrain_gpt._tell_once(BadUsage("yes"))
+    monkeypatch.setenv("RANK", "2")
+    pretrain_gpt._tell_once(WrongVersion("yes"))
+    assert capsys.readouterr().err == "megatron_elas: yes\n"
+    assert read_refusal(str(tmp_path)) == Refusal(worker=3, exit_code=2, sentence="yes")
 
 
 def test_a_missing_data_file_is_named(forker: Forker, tmp_path: Path) -> None:

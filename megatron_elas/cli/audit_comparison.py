@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_elas.cli.audit_files import AuditedRun, AuditedStep, Place
-from megatron_elas.cli.text import format_count, format_ranges
+from megatron_elas.cli.audit_files import AuditedRun, AuditedStep, Place, describe_span
 from megatron_elas.spec.audit import ALL_LANES, GRADIENTS, KINDS, TENSORS, range_size
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.layout import describe_layers
@@ -42,6 +42,12 @@ class Difference:
     """Kinds after it that differ in the step too."""
     same: tuple[str, ...]
     """Kinds before it that are equal in the step."""
+    distance: float | None
+    """Of a tensor: norm of the difference over the norm in A, estimated. None for what is no tensor or not finite."""
+    distances: Mapping[str, float | None]
+    """The same of all tensors of each kind that differs in the step."""
+    losses: Mapping[str, tuple[float, float]]
+    """Losses that differ in the step."""
     a: Side
     b: Side
 
@@ -52,6 +58,10 @@ class Comparison:
 
     kinds: tuple[str, ...]
     """That both tell."""
+    final: int | None
+    """The step that training has ended before, in one of the runs, so that only its state is told."""
+    state: str
+    """What it is called."""
     equal: tuple[int, ...]
     """Steps that both tell, before the one in which they part."""
     chain: str
@@ -77,14 +87,21 @@ def compare(a: AuditedRun, b: AuditedRun) -> Comparison:
             f"audit both from the same step on, with the same --elastic-audit N"
         )
     kinds = tuple(kind for kind in a.kinds if kind in b.kinds)
+    if not kinds:
+        raise BadUsage(f"{a.folder} and {b.folder} tell no kind that the other tells too: audit both anew")
+    final = a.final if a.final in steps else b.final if b.final in steps else None
+    state = "the final state" if a.final == b.final else f"the state before step {final}"
     chain = ""
-    for done, step in enumerate(steps):
+    difference = None
+    equal = []
+    for step in steps:
         one, two = a.read_step(step), b.read_step(step)
         difference = _part(one, two, kinds)
         if difference is not None:
-            return Comparison(kinds=kinds, equal=tuple(steps[:done]), chain=chain, difference=difference)
+            break
         chain = _chain(one, kinds, chain)
-    return Comparison(kinds=kinds, equal=tuple(steps), chain=chain, difference=None)
+        equal.append(step)
+    return Comparison(kinds=kinds, final=final, state=state, equal=tuple(equal), chain=chain, difference=difference)
 
 
 def _chain(step: AuditedStep, kinds: tuple[str, ...], before: str) -> str:
@@ -130,9 +147,59 @@ def _part(a: AuditedStep, b: AuditedStep, kinds: tuple[str, ...]) -> Difference 
         further=len(things) - 1,
         others=tuple(others),
         same=tuple(same),
+        distance=relative_distance(a, b, kind, place[:2]) if kind in TENSORS else None,
+        distances={own: relative_distance(a, b, own) for own in (kind, *others) if own in TENSORS},
+        losses=_differing_losses(a, b),
         a=_side(a, kind, place),
         b=_side(b, kind, place),
     )
+
+
+def relative_distance(a: AuditedStep, b: AuditedStep, kind: str, tensor: Place | None = None) -> float | None:
+    """How far the tensors of a kind are apart, as a part of their norm in A; None where that is no number.
+
+    An estimate: the squares of signed sums are, in the mean over their signs, those of norms, and there is one sum for
+    each range that a tensor is told in.
+
+    Args:
+        a: One run.
+        b: The other one.
+        kind: Of tensors.
+        tensor: Name and lane of the only one; None: all that both have.
+    """
+    ours, theirs = a.signed[kind], b.signed[kind]
+    places = sorted(place for place in ours.keys() & theirs.keys() if tensor in (None, place[:2]))
+    apart = math.hypot(*(ours[place] - theirs[place] for place in places))
+    norm = math.hypot(*(ours[place] for place in places))
+    return apart / norm if norm and math.isfinite(apart) and math.isfinite(norm) else None
+
+
+def _differing_losses(a: AuditedStep, b: AuditedStep) -> dict[str, tuple[float, float]]:
+    ours, theirs = (step.values.get("losses", {}) for step in (a, b))
+    found = {}
+    for place in sorted(ours.keys() & theirs.keys()):
+        if ours[place] != theirs[place]:
+            try:
+                found[str(place[0])] = float.fromhex(ours[place]), float.fromhex(theirs[place])
+            except ValueError:  # workers of one run tell of different ones
+                continue
+    return found
+
+
+def describe_distances(difference: Difference) -> str:
+    """How far the two are apart in that step; empty where no more is known than the sentence says."""
+    parts = []
+    if difference.kind in TENSORS:
+        parts.append(f"this tensor {_describe_distance(difference.distance)}")
+    parts += [f"all {kind} {_describe_distance(apart)}" for kind, apart in difference.distances.items()]
+    for name, (ours, theirs) in difference.losses.items():
+        if (difference.kind, difference.place) != ("losses", (name,)):
+            parts.append(f"the {name} is {ours!r} in A and {theirs!r} in B")
+    return "; ".join(parts)
+
+
+def _describe_distance(apart: float | None) -> str:
+    return "by no finite number" if apart is None else f"by about {apart:.1e} of the norm"
 
 
 def _differing(a: AuditedStep, b: AuditedStep, kind: str) -> list[Place]:
@@ -211,13 +278,12 @@ def _read_float(text: str) -> str:
 
 def describe(a: AuditedRun, b: AuditedRun, found: Comparison) -> str:
     """One sentence."""
-    until = f"{_span(found.equal)}" if found.equal else ""
+    until = describe_span(found.equal, found.state, found.final)
     difference = found.difference
     if difference is None:
-        return (
-            f"A and B are equal in {until} ({format_count(len(found.equal), 'step')}): {_join(found.kinds)}; "
-            f"chain {found.chain}"
-        )
+        return f"A and B are equal in {until}: {_join(found.kinds)}; chain {found.chain}"
+    at_end = difference.step == found.final
+    where = found.state if at_end else f"step {difference.step}"
     nouns = {"samples": "sample", "masks": "mask", "losses": "loss"}
     more = ""
     if difference.further:
@@ -226,15 +292,13 @@ def describe(a: AuditedRun, b: AuditedRun, found: Comparison) -> str:
         plural = noun + ("es" if noun == "loss" else "s")
         more += f"{difference.further} more {noun if difference.further == 1 else plural}"
     if difference.others:
-        more += f"{' and' if more else ', and so do'} {_join(difference.others)} of that step"
+        more += (
+            f"{' and' if more else ', and so do'} {_join(difference.others)} of that {'state' if at_end else 'step'}"
+        )
     equal = [until] if until else []
-    equal += [f"{_join(difference.same)} of step {difference.step}"] if difference.same else []
+    equal += [f"{_join(difference.same)} of {where}"] if difference.same else []
     common = f"until then {' and the '.join(equal)} are equal" if equal else "nothing before it is in both audits"
-    return f"A and B part in step {difference.step}: {difference.what}{more}; {common}"
-
-
-def _span(steps: tuple[int, ...]) -> str:
-    return f"step{'s' if len(steps) > 1 else ''} {format_ranges(steps)}"
+    return f"A and B part in {where}: {difference.what}{more}; {common}"
 
 
 def _join(kinds: tuple[str, ...]) -> str:

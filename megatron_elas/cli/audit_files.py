@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_elas.cli.text import format_ranges
-from megatron_elas.spec.audit import AUDIT_FORMAT, KINDS, STATES, TENSORS, PieceSums, StepLine, unlink, unpack
+from megatron_elas.spec.audit import (
+    AUDIT_FORMAT,
+    KINDS,
+    STATES,
+    TENSORS,
+    PieceSums,
+    StepLine,
+    unlink,
+    unpack,
+    unpack_floats,
+)
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.layout import Cell, Placement
 
@@ -38,9 +48,13 @@ class AuditedStep:
 
     step: int
     epoch: int
+    is_end: bool
+    """Training has ended before it."""
     seats: Seats
     values: Mapping[str, Mapping[Place, str]]
     """By kind and place."""
+    signed: Mapping[str, Mapping[Place, float]]
+    """Signed sums, likewise, of kinds of tensors."""
     counts: Mapping[tuple[str, int], int]
     """Elements of every parameter and lane."""
     writers: Mapping[tuple[str, Place], tuple[int, ...]]
@@ -76,9 +90,15 @@ class AuditedRun:
     _seats: Mapping[int, Seats]
     """By epoch."""
 
+    @property
+    def final(self) -> int | None:
+        """The last of ``steps``, if training has ended before it, so that only its state is told."""
+        last = self.steps[-1] if self.steps else None
+        return last if last is not None and any(line.is_end for line in self._lines[last].values()) else None
+
     def describe_steps(self) -> str:
         """Which there are."""
-        text = f"steps {format_ranges(self.steps)}" if self.steps else "no whole step"
+        text = describe_span(self.steps, "the final state", self.final) if self.steps else "no whole step"
         if self.unfinished:
             who = f"worker{'s' if len(self.absent) > 1 else ''} {format_ranges(self.absent)}"
             text += f" ({'and ' if self.steps else ''}{format_ranges(self.unfinished)} without a line of {who})"
@@ -97,14 +117,45 @@ class AuditedRun:
             ) from None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Head:
+    """The line with which a run begins."""
+
+    run: str
+    worker: int
+    every: int
+    kinds: frozenset[str]
+    level: str
+    began_s: float
+    """Since 1970."""
+
+    @staticmethod
+    def from_table(table: Mapping[str, Any]) -> _Head:
+        """Raises LookupError, TypeError or ValueError."""
+        return _Head(
+            run=str(table["run"]),
+            worker=int(table["worker"]),
+            every=int(table.get("every", 1)),
+            kinds=frozenset(map(str, table.get("kinds", ()))),
+            level=str(table.get("level", "")),
+            began_s=float(table.get("began_s", 0.0)),
+        )
+
+
 @dataclass(slots=True)
 class _File:
     """The newest run in one worker's file."""
 
-    path: Path
-    head: dict[str, Any]
+    head: _Head
     seats: dict[int, Seats] = field(default_factory=dict)
     lines: list[StepLine] = field(default_factory=list)
+
+
+def describe_span(steps: Sequence[int], state: str, final: int | None) -> str:
+    """Steps in words, ``state`` being those of the step that training has ended before, if it is among them."""
+    whole = [step for step in steps if step != final]
+    parts = [f"step{'s' if len(whole) > 1 else ''} {format_ranges(whole)}"] if whole else []
+    return " and ".join([*parts, *([state] if len(whole) < len(steps) else [])])
 
 
 def read_audit(folder: Path) -> AuditedRun:
@@ -121,21 +172,20 @@ def read_audit(folder: Path) -> AuditedRun:
             f"{folder} holds no audit ({AUDIT_FILES}): run the job with --elastic-audit N and give the folder that "
             f"elasrun --log-dir named; with several nodes, the files of all of them in one folder"
         )
-    files = {int(read.head["worker"]): read for path in paths if (read := _read_file(path)) is not None}
+    files = {read.head.worker: read for path in paths if (read := _read_file(path)) is not None}
     if not files:
         raise BadUsage(f"{folder} holds no line of an audit yet: let the job come to its first step")
-    newest = max(files.values(), key=lambda file: float(file.head.get("began_s", 0.0))).head["run"]
-    files = {worker: file for worker, file in files.items() if file.head["run"] == newest}
+    newest = max((file.head for file in files.values()), key=lambda head: head.began_s)
+    files = {worker: file for worker, file in files.items() if file.head.run == newest.run}
     seats = _join_seats(folder, files)
     lines, missing = _join_lines(folder, files, seats)
-    heads = [file.head for file in files.values()]
-    told = set.intersection(*(set(head.get("kinds", ())) for head in heads))
+    told = frozenset.intersection(*(file.head.kinds for file in files.values()))
     return AuditedRun(
         folder=folder,
-        run=str(newest),
-        every=int(heads[0].get("every", 1)),
+        run=newest.run,
+        every=newest.every,
         kinds=tuple(kind for kind in KINDS if kind in told),
-        level=str(heads[0].get("level", "")),
+        level=newest.level,
         lanes=next(iter(seats.values())).placement.tensor_parallel if seats else 1,
         steps=tuple(sorted(lines)),
         unfinished=tuple(missing),
@@ -163,8 +213,7 @@ def _read_file(path: Path) -> _File | None:
                         f"{path}, line {number} is of format {table['audit']}, and this release reads {AUDIT_FORMAT}: "
                         f"compare it with the release that wrote it"
                     )
-                int(table["worker"]), str(table["run"])
-                found = _File(path, table)
+                found = _File(_Head.from_table(table))
             elif found is None:
                 raise ValueError("no run begins before it")
             elif "stages" in table:
@@ -182,13 +231,16 @@ def _read_file(path: Path) -> _File | None:
 
 def _read_seats(table: Mapping[str, Any]) -> Seats:
     stages = table["stages"]
+    placement = Placement(
+        stages=tuple(
+            tuple(Cell(row=row, workers=tuple(workers)) for row, workers in enumerate(stage["cells"]))
+            for stage in stages
+        )
+    )
+    if not placement.tensor_parallel:
+        raise ValueError("a cell without workers")
     return Seats(
-        placement=Placement(
-            stages=tuple(
-                tuple(Cell(row=row, workers=tuple(workers)) for row, workers in enumerate(stage["cells"]))
-                for stage in stages
-            )
-        ),
+        placement=placement,
         layers=tuple((int(stage["layers"][0]), int(stage["layers"][1])) for stage in stages),
         tied=frozenset(table.get("tied", ())),
     )
@@ -260,6 +312,8 @@ def _merge(step: int, epoch: int, seats: Seats, lines: Mapping[int, StepLine], t
             if counts.setdefault((piece.name, lane), piece.count) != piece.count:
                 raise ValueError(f"{piece.name} has {piece.count} elements, and {counts[piece.name, lane]}")
             covered[piece.name, lane].append((piece.start, piece.stop))
+            if not piece.sums:
+                raise ValueError(f"nothing is told of {piece.name}")
             ranges = range(piece.first_range, piece.first_range + len(unpack(next(iter(piece.sums.values())))))
             for number in ranges:
                 key = STATES[0], (piece.name, lane, number)
@@ -268,10 +322,20 @@ def _merge(step: int, epoch: int, seats: Seats, lines: Mapping[int, StepLine], t
         ends = [0, *(stop for _, stop in sorted(parts))]
         if [start for start, _ in sorted(parts)] != ends[:-1] or ends[-1] != counts[name, lane]:
             raise ValueError(f"the elements of {name} in lane {lane} are not there once each")
+    signed = {}
     for kind in told:
         if kind in (STATES if is_end else TENSORS):
-            values[kind] = _add_up(kind, seats, lines)
-    return AuditedStep(step=step, epoch=epoch, seats=seats, values=values, counts=counts, writers=writers)
+            values[kind], signed[kind] = _add_up(kind, seats, lines)
+    return AuditedStep(
+        step=step,
+        epoch=epoch,
+        is_end=is_end,
+        seats=seats,
+        values=values,
+        signed=signed,
+        counts=counts,
+        writers=writers,
+    )
 
 
 def _entries(kind: str, line: StepLine) -> Iterator[tuple[Place, str]]:
@@ -288,16 +352,20 @@ def _entries(kind: str, line: StepLine) -> Iterator[tuple[Place, str]]:
             yield (name,), loss
 
 
-def _add_up(kind: str, seats: Seats, lines: Mapping[int, StepLine]) -> dict[Place, str]:
+def _add_up(kind: str, seats: Seats, lines: Mapping[int, StepLine]) -> tuple[dict[Place, str], dict[Place, float]]:
+    """Checksums and signed sums of whole ranges."""
     totals: dict[Place, int] = defaultdict(int)
-    for worker, line in lines.items():
+    signed: dict[Place, float] = defaultdict(float)
+    for worker, line in sorted(lines.items()):
         lane = seats.placement.seat(worker).lane
         for piece in line.pieces:
-            for place, part in _ranges(piece, kind, lane):
+            for place, part, signed_part in _ranges(piece, kind, lane):
                 totals[place] += part
-    return {place: f"{total % _MODULUS:016x}" for place, total in totals.items()}
+                signed[place] += signed_part
+    return {place: f"{total % _MODULUS:016x}" for place, total in totals.items()}, signed
 
 
-def _ranges(piece: PieceSums, kind: str, lane: int) -> Iterator[tuple[Place, int]]:
-    for number, part in enumerate(unpack(piece.sums[kind]), piece.first_range):
-        yield (piece.name, lane, number), part
+def _ranges(piece: PieceSums, kind: str, lane: int) -> Iterator[tuple[Place, int, float]]:
+    parts = zip(unpack(piece.sums[kind]), unpack_floats(piece.signed[kind]), strict=True)
+    for number, (part, signed) in enumerate(parts, piece.first_range):
+        yield (piece.name, lane, number), part, signed

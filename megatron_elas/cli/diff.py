@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from megatron_elas.cli.audit_comparison import Comparison, Side, compare, describe
+from megatron_elas.cli.audit_comparison import Comparison, Side, compare, describe, describe_distances
 from megatron_elas.cli.audit_files import AuditedRun, read_audit
 from megatron_elas.cli.text import format_pairs, format_ranges
 from megatron_elas.spec.errors import ExitCode
@@ -39,6 +39,8 @@ def describe_all(a: AuditedRun, b: AuditedRun, found: Comparison) -> str:
     difference = found.difference
     sides = (None, None) if difference is None else (difference.a, difference.b)
     pairs = [(name, _describe_side(run, side)) for name, run, side in zip("AB", (a, b), sides, strict=True)]
+    if difference is not None and (apart := describe_distances(difference)):
+        pairs.append(("apart", apart))
     missing = [kind for kind in dict.fromkeys((*a.kinds, *b.kinds)) if kind not in found.kinds]
     if missing:
         pairs.append(("left out", f"{', '.join(missing)}: only one of the runs tells them"))
@@ -52,7 +54,7 @@ def describe_all(a: AuditedRun, b: AuditedRun, found: Comparison) -> str:
 def _describe_side(run: AuditedRun, side: Side | None) -> str:
     text = f"{run.folder}{f' ({run.level})' if run.level else ''}: {run.describe_steps()}"
     if side is not None:
-        text += f"; then epoch {side.epoch}, {side.placement}"
+        text += f"; where they part: epoch {side.epoch}, {side.placement}"
         if side.workers:
             text += f"; told by worker{'s' if len(side.workers) > 1 else ''} {format_ranges(side.workers)}"
     return text

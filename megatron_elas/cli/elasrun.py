@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from megatron_elas.cli.closing import describe_end
 from megatron_elas.cli.dry_run import show_dry_run
 from megatron_elas.cli.launch_flags import find_ignored, read_options
 from megatron_elas.control.first_node import run_first_node
@@ -56,8 +57,8 @@ def _run(work: Callable[[], int]) -> int:
 
 def _train(options: LaunchOptions) -> int:
     end = asyncio.run(run_first_node(options) if options.node_rank == 0 else run_other_node(options))
-    if end.sentence:
-        print(f"elasrun: {end.sentence} (exit code {end.exit_code})", file=sys.stderr)
+    for line in describe_end(end, options):
+        print(f"elasrun: {line}", file=sys.stderr)
     return end.exit_code
 
 

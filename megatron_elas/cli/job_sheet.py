@@ -124,9 +124,9 @@ class JobSheet:
         ]
         node_of = {worker.worker: worker.node for worker in self._workers}
         rows = []
-        first = 1
+        first = 0
         for number, (stage, layers) in enumerate(zip(stages, shape.layers, strict=True)):
-            holds = f"{first}-{first + layers - 1}" if layers else "none"
+            holds = format_ranges(range(first, first + layers)) if layers else "none"
             first += layers
             for index, cell in enumerate(stage):
                 row = [str(number), holds, str(index), format_ranges(cell.workers)]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -14,6 +15,7 @@ from megatron_elas.control.messages import Heard, KillWorker, StopAll, ToAgent, 
 from megatron_elas.control.starter import Starter
 from megatron_elas.control.starter_messages import StartWorker, WorkerEnded
 from megatron_elas.control.vitals import LOOK_S, Vitals
+from megatron_elas.refusal import read_refusal
 
 Report = Callable[[WorkerExited | WorkerHung], None]
 """Takes news of a worker, on the event loop."""
@@ -27,7 +29,8 @@ class Agent:
     Make it with ``launch``, end it with ``close``.
     """
 
-    def __init__(self, *, timeouts: ControlTimeouts, report: Report) -> None:
+    def __init__(self, *, timeouts: ControlTimeouts, report: Report, run_dir: Path | None = None) -> None:
+        self._run_dir = run_dir
         self._grace_s = timeouts.grace_s
         self._vitals = Vitals(hang_timeout_s=timeouts.hang_timeout_s, heartbeat_timeout_s=timeouts.heartbeat_timeout_s)
         self._report = report
@@ -44,7 +47,12 @@ class Agent:
 
     @staticmethod
     async def launch(
-        *, preload: str | None, environ: Mapping[str, str], timeouts: ControlTimeouts, report: Report
+        *,
+        preload: str | None,
+        environ: Mapping[str, str],
+        timeouts: ControlTimeouts,
+        report: Report,
+        run_dir: Path | None = None,
     ) -> Agent:
         """Start the process that workers come from, and let it preload.
 
@@ -53,11 +61,12 @@ class Agent:
             environ: Environment while preloading.
             timeouts: When a worker hangs, and how long it may take to end when it is asked to.
             report: Called when a worker has ended, once for each, and when one is found to hang.
+            run_dir: The job's private folder, where workers write why they refuse a job.
 
         Raises:
             BadUsage: Preloading failed.
         """
-        agent = Agent(timeouts=timeouts, report=report)
+        agent = Agent(timeouts=timeouts, report=report, run_dir=run_dir)
         agent._starter = await Starter.launch(
             preload=preload, environ=environ, on_death=agent._note_death, on_end=agent._note_end
         )
@@ -141,7 +150,10 @@ class Agent:
     def _tell(self, end: WorkerEnded) -> None:
         if end.worker not in self._reported:
             self._reported.add(end.worker)
-            self._report(WorkerExited(worker=end.worker, status=end.status, at_s=end.at_s, why=end.why))
+            refusal = read_refusal(str(self._run_dir)) if end.status > 0 and self._run_dir is not None else None
+            self._report(
+                WorkerExited(worker=end.worker, status=end.status, at_s=end.at_s, why=end.why, refusal=refusal)
+            )
 
     async def wait_idle(self) -> None:
         """Until no worker runs."""

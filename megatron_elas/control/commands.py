@@ -113,6 +113,15 @@ class EndJob:
 
     exit_code: int
     sentence: str
+    worker: int | None = None
+    """Whose output has more; None where no worker's has."""
+    steps: int = 0
+    """That training has done, checkpoints that it went on from included; 0 where workers do not tell."""
+    lost: int = 0
+    """Workers."""
+    drained: int = 0
+    unstruck: tuple[str, ...] = ()
+    """Scripted faults that have not struck."""
 
 
 Command = (

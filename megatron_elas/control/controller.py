@@ -39,6 +39,7 @@ from megatron_elas.control.messages import (
     FaultFired,
     Finished,
     Hello,
+    Inject,
     KillWorker,
     LeaveOut,
     Migrated,
@@ -101,6 +102,9 @@ def _step(state: State, event: Event, now: float) -> Step:
             return _improvement_answered(state, event)
         case Drained():
             return migrating.drained(state, event)
+        case Inject(worker=worker, fault=fault):
+            roster = replace(state.roster, injected=(*state.roster.injected, fault))
+            return replace(state, roster=roster), (Tell(workers=(worker,), message=event),)
         case FaultFired():
             return _fault_fired(state, event), ()
         case Crashed():
@@ -118,7 +122,7 @@ def _worker_spoke(state: Gathering | Training, event: Event, now: float) -> Step
             if event.worker in state.roster.lost or event.worker in state.roster.drained:
                 return _ignore(state, event)
             code = event.exit_code or ExitCode.CRASHED
-            return stop(state, code, f"worker {event.worker}: {event.sentence}")
+            return stop(state, code, f"worker {event.worker}: {event.sentence}", worker=event.worker)
         case WorkerSilent() if event.worker in state.roster.survivors:
             detail = f"no heartbeat for {event.silent_s:.1f} s"
             return _lose(state, [event.worker], LossReason.SILENT, detail, now)
@@ -152,7 +156,8 @@ def _worker_spoke(state: Gathering | Training, event: Event, now: float) -> Step
             if event.epoch == state.migration.epoch and waited_for:
                 return migrating.declined(state, event)
         case Finished() if not isinstance(state, Gathering) and event.worker in state.roster.survivors:
-            return recovering.worker_finished(state, event.worker)
+            roster = replace(state.roster, steps=max(state.roster.steps, event.steps))
+            return recovering.worker_finished(replace(state, roster=roster), event.worker)
         case Settled(report=report) if isinstance(state, Settling):
             if report.epoch == state.epoch and report.worker in state.roster.survivors:
                 return recovering.settled(state, report, now)
@@ -199,7 +204,9 @@ def _improvement_answered(state: State, event: PlanImproved | PlanKept) -> Step:
 
 def _fault_fired(state: State, event: FaultFired) -> State:
     """Remember when it struck. The news may come after the loss, so it is also put there."""
-    state = replace(state, roster=replace(state.roster, faults={**state.roster.faults, event.worker: event}))
+    roster = state.roster
+    roster = replace(roster, faults={**roster.faults, event.worker: event}, struck=(*roster.struck, event.fault))
+    state = replace(state, roster=roster)
     if isinstance(state, Settling | Resuming):
         return replace(state, outage=state.outage.with_fault(event))
     return state
@@ -223,6 +230,7 @@ def _crashed(state: State, event: Crashed) -> Step:
         ExitCode.CRASHED,
         f"workers {twin.worker} and {event.worker} failed in step {event.step} with the same error, which the others "
         f"would run into too ({shorten(event.error)}): mend its cause, then restart from the newest checkpoint",
+        worker=event.worker,
     )
 
 

@@ -164,9 +164,9 @@ class ControllerKeeper:
         match decode_to_launcher(line):
             case Heard():
                 self._silent_s = 0.0
-            case JobEnded(exit_code=exit_code, sentence=sentence):
+            case JobEnded() as end:
                 if not self.ended.done():
-                    self.ended.set_result(EndJob(exit_code=exit_code, sentence=sentence))
+                    self.ended.set_result(EndJob(**msgspec.structs.asdict(end)))
             case message:
                 self._on_message(message)
 

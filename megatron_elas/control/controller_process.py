@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import socket
 import sys
@@ -86,7 +87,7 @@ async def control(link: socket.socket, listener: socket.socket) -> None:
                 listening.result()  # its error, if it ended with one
                 return
             end = service.ended.result()
-            say(JobEnded(exit_code=end.exit_code, sentence=end.sentence))
+            say(JobEnded(**dataclasses.asdict(end)))
             await writer.drain()
             listening.cancel()
 

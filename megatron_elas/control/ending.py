@@ -14,13 +14,23 @@ Step = tuple[State, tuple[Command, ...]]
 """The next state and what to do."""
 
 
-def stop(state: State, exit_code: int, sentence: str, signum: int = signal.SIGTERM) -> Step:
-    """Have every agent end its workers. A job that is ending already keeps its first reason."""
+def stop(
+    state: State, exit_code: int, sentence: str, signum: int = signal.SIGTERM, *, worker: int | None = None
+) -> Step:
+    """Have every agent end its workers. A job that is ending already keeps its first reason.
+
+    Args:
+        state: The state before.
+        exit_code: Of the job.
+        sentence: Why.
+        signum: What agents send first.
+        worker: Whose output says more, if one's does.
+    """
     if isinstance(state, Stopping | Ended):
         return state, (Note(text=f"already ending, so this changes nothing: {sentence}"),)
     message = StopAll(exit_code=exit_code, sentence=sentence, signum=signum)
     orders = tuple(TellAgent(node=node, message=message) for node in sorted(state.roster.agents))
-    stopping = Stopping(roster=state.roster, exit_code=exit_code, sentence=sentence)
+    stopping = Stopping(roster=state.roster, exit_code=exit_code, sentence=sentence, worker=worker)
     ended, commands = end_if_empty(stopping)
     return ended, (*orders, *commands)
 
@@ -29,8 +39,22 @@ def end_if_empty(state: Stopping) -> Step:
     """``Ended`` once no process is left that an agent could still report."""
     if state.roster.watched:
         return state, ()
-    ended = Ended(roster=state.roster, exit_code=state.exit_code, sentence=state.sentence)
-    return ended, (EndJob(exit_code=state.exit_code, sentence=state.sentence),)
+    ended = Ended(roster=state.roster, exit_code=state.exit_code, sentence=state.sentence, worker=state.worker)
+    return ended, (end_job(ended),)
+
+
+def end_job(ended: Ended) -> EndJob:
+    """What there is to say of the job."""
+    roster = ended.roster
+    return EndJob(
+        exit_code=ended.exit_code,
+        sentence=ended.sentence,
+        worker=ended.worker,
+        steps=roster.steps,
+        lost=len(roster.lost),
+        drained=len(roster.drained),
+        unstruck=roster.unstruck,
+    )
 
 
 def check_deadline(state: Stopping, now: float) -> Step:
@@ -49,7 +73,7 @@ def finish(roster: Roster) -> Step:
     message = StopAll(exit_code=ExitCode.FINISHED, sentence="")
     orders = tuple(TellAgent(node=node, message=message) for node in sorted(roster.agents))
     ended = Ended(roster=roster, exit_code=ExitCode.FINISHED, sentence="")
-    return ended, (*orders, EndJob(exit_code=ExitCode.FINISHED, sentence=""))
+    return ended, (*orders, end_job(ended))
 
 
 def dismiss(roster: Roster) -> tuple[Roster, tuple[Command, ...]]:

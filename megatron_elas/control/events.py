@@ -14,6 +14,7 @@ from megatron_elas.control.messages import (
     FaultFired,
     Finished,
     Hello,
+    Inject,
     LeaveOut,
     Migrated,
     PeerUnreachable,
@@ -127,6 +128,7 @@ Event = (
     | FaultFired
     | Finished
     | Hello
+    | Inject
     | PeerUnreachable
     | PlanImproved
     | PlanKept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -16,11 +17,23 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_elas.control.agent import Agent
 from megatron_elas.control.commands import EndJob
 from megatron_elas.control.controller_keeper import ControllerKeeper
 from megatron_elas.control.launch_options import LaunchOptions, make_job_file, make_requests, make_shared_environ
-from megatron_elas.control.messages import AgentHeartbeat, AgentHello, Setup, Show, Terminate, ToAgent, Welcome
+from megatron_elas.control.messages import (
+    AgentHeartbeat,
+    AgentHello,
+    Setup,
+    Show,
+    Terminate,
+    ToAgent,
+    Welcome,
+    WorkerExited,
+    WorkerHung,
+)
 from megatron_elas.control.run_dir import make_run_dir, write_job_file
 from megatron_elas.control.signals import handling_signals
 from megatron_elas.control.step_log import STEPS_FILE
@@ -81,7 +94,7 @@ class FirstNode:
             stack.enter_context(handling_signals(self.terminate))
             keeper.start()
             write_job_file(run_dir, make_job_file(options, "127.0.0.1", port))
-            agent = await self._launch_agent(keeper)
+            agent = await self._launch_agent(keeper, run_dir)
             if agent is not None:
                 stack.push_async_callback(agent.close)
                 environ = make_shared_environ(options, os.environ)
@@ -94,7 +107,7 @@ class FirstNode:
             if agent is not None and agent.running and not agent.order_to_stop.done():
                 agent.stop(signal.SIGTERM)  # there is no controller that would say so
                 await agent.wait_idle()
-            self._log("end", {"exit_code": int(end.exit_code), "sentence": end.sentence})
+            self._log("end", {**dataclasses.asdict(end), "exit_code": int(end.exit_code)})
             return end
 
     def _make_keeper(self, listener: socket.socket, run_dir: Path) -> ControllerKeeper:
@@ -131,7 +144,7 @@ class FirstNode:
             task.cancel()
             await asyncio.wait({task})
 
-    async def _launch_agent(self, keeper: ControllerKeeper) -> Agent | None:
+    async def _launch_agent(self, keeper: ControllerKeeper, run_dir: Path) -> Agent | None:
         """The agent, or None when the job was ended while it preloaded."""
         options = self._options
         launching = asyncio.create_task(
@@ -139,7 +152,8 @@ class FirstNode:
                 preload=options.preload,
                 environ=make_shared_environ(options, os.environ),
                 timeouts=options.timeouts,
-                report=keeper.say,
+                report=lambda news: keeper.say(self._shorten(news)),
+                run_dir=run_dir,
             )
         )
         either: set[asyncio.Future[Any]] = {launching, keeper.ended}
@@ -150,6 +164,12 @@ class FirstNode:
                 await launching
             return None
         return launching.result()
+
+    def _shorten(self, news: WorkerExited | WorkerHung) -> WorkerExited | WorkerHung:
+        """Why workers refuse the job need not be said again where their output is on the same terminal."""
+        if isinstance(news, WorkerExited) and news.refusal is not None and self._options.log_dir is None:
+            return msgspec.structs.replace(news, refusal=dataclasses.replace(news.refusal, sentence=""))
+        return news
 
     def _hear(self, message: ToAgent | Show) -> None:
         match message:

@@ -101,11 +101,15 @@ def worker_exited(state: Gathering, event: WorkerExited) -> Step:
     roster = replace(state.roster, exited={**state.roster.exited, worker: status})
     state = replace(state, roster=roster)
     if status in OWN_EXIT_CODES:
-        return stop(state, status, f"worker {worker} {how}")
+        first = event.refusal
+        if first is None:
+            return stop(state, status, f"worker {worker} {how}", worker=worker)
+        reason = f": {first.sentence}" if first.sentence else f" {describe_status(first.exit_code)}"
+        return stop(state, first.exit_code, f"worker {first.worker}{reason}", worker=first.worker)
     if roster.hellos or (roster.launch.elastic and status < 0):
         return lost_too_early(state, worker, how)
     if status != 0:
-        return stop(state, exit_code_of(status), f"worker {worker} {how}")
+        return stop(state, exit_code_of(status), f"worker {worker} {how}", worker=worker)
     return (state, ()) if roster.remaining else finish(roster)
 
 
@@ -116,6 +120,7 @@ def lost_too_early(state: Gathering, worker: int, detail: str) -> Step:
         ExitCode.NOT_STARTED,
         f"worker {worker} was lost before training began ({state.roster.explain(worker, detail)}): look at its output, "
         f"then start again",
+        worker=worker,
     )
 
 

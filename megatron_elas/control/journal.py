@@ -65,6 +65,7 @@ _KINDS: dict[str, type[Any]] = {
         messages.FaultFired,
         messages.Finished,
         messages.Hello,
+        messages.Inject,
         messages.LeaveOut,
         messages.Migrated,
         messages.PeerUnreachable,

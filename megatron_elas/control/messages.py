@@ -12,6 +12,7 @@ import msgspec
 
 from megatron_elas.control.launch import Launch
 from megatron_elas.control.plan_text import PlanText, pack_plan, unpack_plan
+from megatron_elas.refusal import Refusal
 from megatron_elas.spec.emulation import EmulatedTime
 from megatron_elas.spec.events import WorkerLost
 from megatron_elas.spec.job import JobSpec
@@ -22,7 +23,7 @@ from megatron_elas.spec.shape import ModelShape, TrainingShape
 from megatron_elas.spec.step_report import StepReport
 from megatron_elas.spec.step_trace import StepTrace
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Larger messages end the connection. A plan of 100,000 workers is a few MiB, see ``control.plan_text``."""
@@ -51,6 +52,8 @@ class Hello(Message, kw_only=True):
     """Of the model; None: with flags that ``host.shape`` does not cover. Costs of its layers follow from it."""
     training: TrainingShape | None = None
     emulated: EmulatedTime | None = None
+    faults: tuple[str, ...] = ()
+    """That the script it was launched with has for it."""
 
 
 class HelloAgain(Message, kw_only=True):
@@ -219,6 +222,8 @@ class Finished(Message, kw_only=True):
     """
 
     worker: int
+    steps: int = 0
+    """That training has done, from its very beginning."""
 
 
 # ---------------------------------------------------------------- controller -> worker
@@ -288,6 +293,7 @@ class _RecoverText(Message, kw_only=True, tag="Recover"):
 class Inject(Message, kw_only=True):
     """Add a fault to the worker's script."""
 
+    worker: int
     fault: str
 
 
@@ -337,6 +343,8 @@ class WorkerExited(Message, kw_only=True):
     at_s: float
     why: str = ""
     """What else is known about it, for people."""
+    refusal: Refusal | None = None
+    """What the first worker of its node to refuse the job has said, if one has."""
 
 
 class WorkerHung(Message, kw_only=True):
@@ -415,10 +423,15 @@ class Show(Message, kw_only=True):
 
 
 class JobEnded(Message, kw_only=True):
-    """Nothing is left to do, and the controller ends. The sentence says why, unless it is empty."""
+    """Nothing is left to do, and the controller ends. As ``commands.EndJob``."""
 
     exit_code: int
     sentence: str
+    worker: int | None = None
+    steps: int = 0
+    lost: int = 0
+    drained: int = 0
+    unstruck: tuple[str, ...] = ()
 
 
 # ---------------------------------------------------------------- tools <-> controller

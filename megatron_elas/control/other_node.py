@@ -64,7 +64,11 @@ async def run_other_node(options: LaunchOptions) -> EndJob:
         write_job_file(run_dir, job_file)
         node = OtherNode(options)
         agent = await Agent.launch(
-            preload=options.preload, environ=environ, timeouts=options.timeouts, report=node.report
+            preload=options.preload,
+            environ=environ,
+            timeouts=options.timeouts,
+            report=node.report,
+            run_dir=run_dir,
         )
         stack.push_async_callback(agent.close)
         connection = await _reach(options)

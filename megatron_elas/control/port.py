@@ -100,9 +100,9 @@ class LinkPort:
         """This worker cannot go over to the plan of that epoch. It must not have said that it is ready for it."""
         self._link.send(Declined(worker=self._worker, epoch=epoch, sentence=sentence))
 
-    def finished(self) -> None:
-        """Training has reached its end."""
-        self._link.send(Finished(worker=self._worker))
+    def finished(self, steps: int) -> None:
+        """Training has reached its end, with so many steps done."""
+        self._link.send(Finished(worker=self._worker, steps=steps))
 
     def failed(self, exit_code: int, sentence: str) -> None:
         """This worker ends because of an error that no other worker can mend."""

@@ -34,6 +34,7 @@ from megatron_elas.control.commands import (
     WelcomeAgents,
 )
 from megatron_elas.control.controller import initial_state, step
+from megatron_elas.control.ending import end_job
 from megatron_elas.control.events import (
     AgentLost,
     ChangeAsked,
@@ -255,7 +256,7 @@ class ControlService:
         now = self.now()
         roster = self._state.roster
         if isinstance(self._state, Ended):
-            self.ended.set_result(EndJob(exit_code=self._state.exit_code, sentence=self._state.sentence))
+            self.ended.set_result(end_job(self._state))
             return
         for worker in roster.survivors:
             self._health.hear(worker, now)
@@ -553,7 +554,7 @@ class ControlService:
         fault = check_injection(self._state, request.fault, self._health.step_of)
         if isinstance(fault, Answer):
             return fault
-        self._send([fault.worker], Inject(fault=str(fault)))
+        self.apply(Inject(worker=fault.worker, fault=str(fault)))
         return Answer(ok=True, text=f"worker {fault.worker} will be struck: {fault}")
 
     async def _send_answer(self, connection: ServerConnection, answer: Answer) -> None:

@@ -15,6 +15,7 @@ that, so it is no state of its own. ``Ended`` is terminal. A job whose workers n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -50,6 +51,12 @@ class Roster:
     """Exit statuses of the processes that ended; minus the signal number for a signal."""
     faults: Mapping[int, FaultFired] = field(default_factory=dict)
     """The newest scripted fault of each worker."""
+    struck: tuple[str, ...] = ()
+    """All scripted faults that have struck."""
+    injected: tuple[str, ...] = ()
+    """Faults that were added while the job ran."""
+    steps: int = 0
+    """That training has done, once it has reached its end."""
     copies_replaced: int = 0
     """Copies of shards that differed from what their owners used, while training went on."""
     unverified: frozenset[tuple[str, int, bool]] = frozenset()
@@ -99,6 +106,18 @@ class Roster:
     def explain(self, worker: int, detail: str) -> str:
         """How a worker was lost, with the error it named, if it did."""
         return f"{detail}, {describe_crash(self.crashes[worker])}" if worker in self.crashes else detail
+
+    @property
+    def unstruck(self) -> tuple[str, ...]:
+        """Scripted faults that have not struck, in the order of workers; those that were added later at the end."""
+        left = Counter(self.struck)
+        waiting = []
+        for fault in (*(text for _, hello in sorted(self.hellos.items()) for text in hello.faults), *self.injected):
+            if left[fault]:
+                left[fault] -= 1
+            else:
+                waiting.append(fault)
+        return tuple(waiting)
 
     def addresses_of(self, workers: tuple[int, ...]) -> dict[int, str]:
         """Data-plane addresses."""
@@ -357,6 +376,8 @@ class Stopping:
     roster: Roster
     exit_code: int
     sentence: str
+    worker: int | None = None
+    """Whose output has more."""
     deadline_s: float | None = None
     """For agents that do not answer; counts from the first tick."""
 
@@ -368,6 +389,7 @@ class Ended:
     roster: Roster
     exit_code: int
     sentence: str
+    worker: int | None = None
 
 
 State = Gathering | Running | Settling | Resuming | Stopping | Ended

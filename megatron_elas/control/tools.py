@@ -40,8 +40,16 @@ def describe(
     times = [f"step time: {step_times}"] if step_times else []
     job = state.roster.job
     level = [] if job is None else [f"consistency: {job.consistency}, {PROMISES[job.consistency]}"]
+    faults = [f"scripted faults that have not struck: {', '.join(state.roster.unstruck)}"]
     return "\n".join(
-        [_headline(state), *level, *times, *(copies if replaced else []), *_worker_lines(state, step_of, silence_of)]
+        [
+            _headline(state),
+            *level,
+            *times,
+            *(copies if replaced else []),
+            *(faults if state.roster.unstruck else []),
+            *_worker_lines(state, step_of, silence_of),
+        ]
     )
 
 

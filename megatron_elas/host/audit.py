@@ -13,6 +13,7 @@ import torch
 
 from megatron_elas.runtime.random_streams import Draw
 from megatron_elas.runtime.verification.checksum import MODULUS, checksum, key_of, range_sums
+from megatron_elas.runtime.verification.sketch import signed_sums
 from megatron_elas.spec.audit import (
     AUDIT_FORMAT,
     GRADIENTS,
@@ -22,6 +23,7 @@ from megatron_elas.spec.audit import (
     link,
     mask_place,
     pack,
+    pack_floats,
     range_size,
 )
 from megatron_elas.spec.errors import BadUsage
@@ -178,14 +180,18 @@ class Audit:
 
 def _sum_up(piece: Piece, count: int, values: Mapping[str, torch.Tensor | None]) -> PieceSums:
     size = range_size(count)
-    zeros = [0] * (-(-piece.stop // size) - piece.start // size)
+    ranges = -(-piece.stop // size) - piece.start // size
     return PieceSums(
         name=piece.name,
         start=piece.start,
         stop=piece.stop,
         count=count,
         sums={
-            kind: pack(zeros if value is None else range_sums(value, _KEY, piece.start, size))
+            kind: pack([0] * ranges if value is None else range_sums(value, _KEY, piece.start, size))
+            for kind, value in values.items()
+        },
+        signed={
+            kind: pack_floats([0.0] * ranges if value is None else signed_sums(value, _KEY, piece.start, size))
             for kind, value in values.items()
         },
     )

@@ -264,8 +264,8 @@ class Control(Protocol):
         is dropped, and no further one is begun unasked. Training goes on as it does.
         """
 
-    def finished(self) -> None:
-        """Training has reached its end."""
+    def finished(self, steps: int) -> None:
+        """Training has reached its end, with so many steps done."""
 
 
 class Groups(Protocol):

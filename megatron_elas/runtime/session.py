@@ -373,7 +373,10 @@ class Session:
             tell: Tells the controller, if there is more to say than that it is over.
         """
         self.run_between(lambda: None)
-        (tell or self._control.finished)()
+        if tell is None:
+            self._control.finished(self._next_step)
+        else:
+            tell()
         if self._pool is not None:
             self._migrating_in_use.close()
             self._pool.close()

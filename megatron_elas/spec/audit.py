@@ -2,7 +2,7 @@
 
 Every worker has a file ``audit.WORKER.jsonl`` in its job's log folder. Its lines are JSON objects:
 
-* ``{"audit": 1, "run": ..., "worker": ..., "every": ..., "kinds": [...]}`` begins a run;
+* ``{"audit": 2, "run": ..., "worker": ..., "every": ..., "kinds": [...]}`` begins a run;
 * ``{"epoch": ..., "stages": [{"layers": [start, stop], "cells": [[worker, ...], ...]}, ...], "tied": [...]}`` begins
   what the worker ran under one plan;
 * ``{"epoch": ..., "step": ..., ...}`` is a step, as ``StepLine`` has it. Written when the gradients are reduced, and
@@ -12,18 +12,20 @@ Each line ends with ``"chain"``, the digest of the line and of the chain before 
 chain. Of a step that was run again the run in the highest epoch counts, and what was run after it before is void.
 
 A tensor's values are told as checksums of ranges of its elements (``range_size``) that add up, modulo 2**64, however
-the ranges were cut and whoever had the parts.
+the ranges were cut and whoever had the parts. Beside each checksum is a sum of the range's values under random signs
+(``runtime/verification/sketch.py``), which says nothing of equality, but how far apart two tensors are that differ.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-AUDIT_FORMAT = 1
+AUDIT_FORMAT = 2
 RANGES = 16
 """That a tensor's elements are told in, at most."""
 SMALLEST_RANGE = 64
@@ -68,6 +70,18 @@ def unpack(text: str) -> list[int]:
     return [int(text[at : at + _DIGITS], 16) for at in range(0, len(text), _DIGITS)]
 
 
+def pack_floats(sums: list[float]) -> str:
+    """Numbers as text, exact: 16 hexadecimal digits each."""
+    return struct.pack(f">{len(sums)}d", *sums).hex()
+
+
+def unpack_floats(text: str) -> tuple[float, ...]:
+    """What ``pack_floats`` was given. Raises ValueError."""
+    if len(text) % _DIGITS:
+        raise ValueError(f"{len(text)} digits are no whole number of sums")
+    return struct.unpack(f">{len(text) // _DIGITS}d", bytes.fromhex(text))
+
+
 def mask_place(sample: int, layer: int, site: int, lane: int | None) -> str:
     """Where a mask is, as it is written; ``lane`` is None where all lanes have the same."""
     return f"{sample}/{layer}/{site}/{ALL_LANES if lane is None else lane}"
@@ -83,6 +97,8 @@ class PieceSums:
     count: int
     sums: Mapping[str, str]
     """By kind: ``pack`` of the piece's share of every range that it has elements of."""
+    signed: Mapping[str, str]
+    """By kind: ``pack_floats`` of its share of the signed sum of every such range."""
 
     @property
     def first_range(self) -> int:
@@ -121,7 +137,7 @@ class StepLine:
         if self.losses:
             table["losses"] = self.losses
         if self.pieces:
-            table["pieces"] = [[own.name, own.start, own.stop, own.count, own.sums] for own in self.pieces]
+            table["pieces"] = [[own.name, own.start, own.stop, own.count, own.sums, own.signed] for own in self.pieces]
         return table
 
     @staticmethod
@@ -136,8 +152,10 @@ class StepLine:
             masks=dict(table.get("masks", {})),
             losses=dict(table.get("losses", {})),
             pieces=tuple(
-                PieceSums(name=name, start=int(start), stop=int(stop), count=int(count), sums=dict(sums))
-                for name, start, stop, count, sums in table.get("pieces", ())
+                PieceSums(
+                    name=name, start=int(start), stop=int(stop), count=int(count), sums=dict(sums), signed=dict(signed)
+                )
+                for name, start, stop, count, sums, signed in table.get("pieces", ())
             ),
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_elas.cli import elas
-from megatron_elas.spec.audit import GRADIENTS, KINDS
+from megatron_elas.spec.audit import GRADIENTS, KINDS, link
 from tests.cli.audited_jobs import ONE_STAGE, WITHOUT_THREE, AuditedJob, Grid
 
 LANES: Grid = (((0, 1),), ((2, 3),))
@@ -48,7 +48,7 @@ def test_runs_that_computed_the_same_are_equal_whoever_computed_it(
     a, b = calm(tmp_path / "a", tied=tied), struck(tmp_path / "b", tied=tied)
     code, text = diff(capsys, a, b)
     assert code == 0, text
-    assert text.startswith("A and B are equal in steps 0-6 (7 steps): samples, parameters, exp_avg, exp_avg_sq, masks,")
+    assert text.startswith("A and B are equal in steps 0-5 and the final state: samples, parameters, exp_avg,")
     _, again = diff(capsys, b, a)
     assert again.splitlines()[0] == text.splitlines()[0], "another chain"
     facts = json.loads(diff(capsys, a, b, words=["--json"])[1])
@@ -90,8 +90,8 @@ def test_runs_that_computed_the_same_are_equal_whoever_computed_it(
         ),
         (
             {"planted": {(6, "exp_avg_sq", "embedding.word_embeddings.weight", 700): 1.0}},
-            "A and B part in step 6: exp_avg_sq of embedding.word_embeddings.weight (lane 0, elements 512 to 767 of "
-            "3000) differs; until then steps 0-5 and the parameters and exp_avg of step 6 are equal",
+            "A and B part in the final state: exp_avg_sq of embedding.word_embeddings.weight (lane 0, elements 512 to "
+            "767 of 3000) differs; until then steps 0-5 and the parameters and exp_avg of the final state are equal",
         ),
         (
             {"planted": {(0, "parameters", "output_layer.weight", 0): 1.0}, "data": {0: 1, 1: 0, 2: 3, 3: 2}},
@@ -114,15 +114,52 @@ def test_each_side_says_who_computed_what_differs(tmp_path: Path, capsys: pytest
     planted = {(3, GRADIENTS, "decoder.layers.1.mlp.weight", 2500): 1.0}
     a, b = calm(tmp_path / "a"), struck(tmp_path / "b", planted=planted)
     lines = diff(capsys, a, b)[1].splitlines()
-    assert lines[1:] == [
-        f"A  {a}: steps 0-6; then epoch 0, stage 0 (layer 0): [0] [1] | stage 1 (layer 1): [2] [3]; told by workers "
-        "2-3",
-        f"B  {b}: steps 0-6; then epoch 1, stage 0 (layer 0): [0] [1] | stage 1 (layer 1): [2]; told by worker 2",
+    assert lines[1:3] == [
+        f"A      {a}: steps 0-5 and the final state; where they part: epoch 0, stage 0 (layer 0): [0] [1] | stage 1 "
+        "(layer 1): [2] [3]; told by workers 2-3",
+        f"B      {b}: steps 0-5 and the final state; where they part: epoch 1, stage 0 (layer 0): [0] [1] | stage 1 "
+        "(layer 1): [2]; told by worker 2",
     ]
     facts = json.loads(diff(capsys, a, b, words=["--json"])[1])["difference"]
     assert (facts["step"], facts["kind"], facts["further"]) == (3, "gradients", 0)
     assert facts["place"] == ["decoder.layers.1.mlp.weight", 0, 4]
     assert (facts["a"]["workers"], facts["b"]["workers"], facts["b"]["epoch"]) == ([2, 3], [2], 1)
+
+
+@pytest.mark.parametrize("second", [calm, struck])
+def test_how_far_the_runs_are_apart_is_told_with_both_losses(
+    second: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A thousandth is added to an element in each range of a tensor of 5000, whose norm is about the root of 5000."""
+    name = "decoder.layers.1.mlp.weight"
+    planted = {(3, GRADIENTS, name, index): 1e-3 for index in range(0, 5000, 512)}
+    a = calm(tmp_path / "a")
+    b = second(tmp_path / "b", planted=planted, losses={3: 0.25, 4: 1.0})
+    facts = json.loads(diff(capsys, a, b, words=["--json"])[1])["difference"]
+    true = (10 * 1e-6 / 5000) ** 0.5
+    assert true / 2 < facts["distance"] < 2 * true
+    assert 0 < facts["distances"][GRADIENTS] < facts["distance"], "other tensors are the same"
+    assert (list(facts["distances"]), facts["losses"]) == ([GRADIENTS], {"lm loss": [5.0 - 3 / 64, 5.25 - 3 / 64]})
+    text = diff(capsys, a, b)[1]
+    told = f"this tensor by about {facts['distance']:.1e} of the norm; all gradients by about "
+    assert told in text and "the lm loss is 4.953125 in A and 5.203125 in B" in text, text
+
+
+def test_where_only_losses_differ_both_are_in_the_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = calm(tmp_path / "a"), calm(tmp_path / "b", losses={2: 2.0**-20})
+    text = diff(capsys, a, b)[1]
+    assert "A and B part in step 2: the lm loss is 4.96875 in A and 4.968750953674316 in B; until" in text
+    assert "apart" not in text
+
+
+def test_tensors_with_infinite_numbers_are_no_finite_number_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted = {(2, GRADIENTS, "output_layer.weight", 9): float("nan")}
+    a, b = calm(tmp_path / "a"), calm(tmp_path / "b", planted=planted)
+    code, text = diff(capsys, a, b)
+    assert code == 1 and "apart  this tensor by no finite number; all gradients by no finite number" in text
+    assert json.loads(diff(capsys, a, b, words=["--json"])[1])["difference"]["distance"] is None
 
 
 def test_of_lanes_each_is_compared_on_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +174,7 @@ def test_of_lanes_each_is_compared_on_its_own(tmp_path: Path, capsys: pytest.Cap
 def test_steps_that_one_run_does_not_tell_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rare = calm(tmp_path / "rare", steps=9, every=3)
     code, text = diff(capsys, calm(tmp_path / "a"), rare)
-    assert code == 0 and text.startswith("A and B are equal in steps 0 3 6 (3 steps)"), text
+    assert code == 0 and text.startswith("A and B are equal in steps 0 3 and the state before step 6: "), text
     told = [kind for kind in KINDS if kind != "masks"]
     code, text = diff(capsys, calm(tmp_path / "some", kinds=told), rare)
     assert code == 0 and "left out  masks: only one of the runs tells them" in text
@@ -192,9 +229,9 @@ def test_what_cannot_be_compared_is_said_in_one_sentence(tmp_path: Path, capsys:
     wanted = {
         tmp_path / "nowhere": f"{tmp_path / 'nowhere'} is no folder: give the one that elasrun --log-dir named",
         empty: f"{empty} holds no audit (audit.*.jsonl): run the job with --elastic-audit N",
-        tmp_path / "late": f"{a} tells steps 0-6 and {tmp_path / 'late'} tells steps 7, so no step is in both",
+        tmp_path / "late": f"{a} tells steps 0-5 and the final state and {tmp_path / 'late'} tells step 7, so no step",
         tmp_path / "lanes": f"{a} is of a job of tensor-parallel size 1 and {tmp_path / 'lanes'} of 2",
-        partial: f"{a} tells steps 0-6 and {partial} tells no whole step (0-6 without a line of worker 2), so no",
+        partial: f"{partial} tells no whole step (0-6 without a line of worker 2), so no step is in both",
         changed: f"{file}, line 5 is not as a worker wrote it (it was changed, or a line before it is missing)",
         newer: "line 1 is not as a worker wrote it (it has no chain): take the file as it was written",
         mixed: f"{mixed}: workers 0 and 1 tell of other seats in epoch 0, so their files are not of one run",
@@ -214,3 +251,45 @@ def test_a_step_without_a_workers_line_between_whole_ones_is_refused(
     job.run_steps([3])
     code, text = diff(capsys, calm(tmp_path / "a"), tmp_path / "b")
     assert code == 2 and f"{tmp_path / 'b'} has no line of workers 1 3 of step 2: put the audit files of all" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "change"),
+    [
+        (1, {"began_s": "soon"}),
+        (1, {"every": "soon"}),
+        (1, {"kinds": 3}),
+        (2, {"stages": []}),
+        (2, {"stages": [{"layers": [0, 2], "cells": [[]]}]}),
+    ],
+)
+def test_a_line_that_is_no_workers_is_refused_though_its_chain_is_right(
+    line: int, change: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = calm(tmp_path / "a"), calm(tmp_path / "b")
+    rewrite(b / "audit.1.jsonl", line, change)
+    code, text = diff(capsys, a, b)
+    assert code == 2 and len(text.splitlines()) == 1, text
+    assert f"audit.1.jsonl, line {line} is not as a worker wrote it" in text
+
+
+def test_what_tells_nothing_of_a_tensor_or_of_any_kind_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = calm(tmp_path / "a"), calm(tmp_path / "b")
+    rewrite(b / "audit.1.jsonl", 3, {"pieces": [["output_layer.weight", 0, 4, 4, {}, {}]]})
+    code, text = diff(capsys, a, b)
+    assert code == 2 and "step 0 of the audit makes no sense (nothing is told of output_layer.weight)" in text
+    code, text = diff(capsys, a, calm(tmp_path / "c", kinds=()))
+    assert code == 2 and f"{a} and {tmp_path / 'c'} tell no kind that the other tells too" in text
+
+
+def rewrite(path: Path, number: int, change: dict[str, Any]) -> None:
+    """Change a line, and make the chain anew."""
+    chain, lines = "", []
+    for at, line in enumerate(path.read_text().splitlines(), 1):
+        table = json.loads(line)
+        del table["chain"]
+        text, chain = link(table | (change if at == number else {}), chain)
+        lines.append(text + "\n")
+    path.write_text("".join(lines))

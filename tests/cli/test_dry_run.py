@@ -45,10 +45,10 @@ def test_grid_memory_and_environment_of_a_job_of_two_nodes_are_told() -> None:
     assert (outcome.code, outcome.err) == (0, "")
     grid = rows(outcome.out, "stage")
     assert [list(row.values()) for row in grid] == [
-        ["0", "1-2", "0", "0", "0", "node0", "2"],
-        ["0", "1-2", "1", "1", "0", "node0", "3"],
-        ["1", "3-4", "0", "2", "1", "node1", "0"],
-        ["1", "3-4", "1", "3", "1", "node1", "1"],
+        ["0", "0-1", "0", "0", "0", "node0", "2"],
+        ["0", "0-1", "1", "1", "0", "node0", "3"],
+        ["1", "2-3", "0", "2", "1", "node1", "0"],
+        ["1", "2-3", "1", "3", "1", "node1", "1"],
     ]
     assert "If node0 is lost, the job ends: the controller runs there." in outcome.out
     assert "Any one node of the others may be lost." in outcome.out

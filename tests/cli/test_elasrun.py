@@ -99,9 +99,43 @@ def test_a_worker_of_an_elastic_job_that_is_killed_before_it_joined_ends_the_job
 def test_output_goes_to_one_file_per_worker_when_asked(tmp_path: Path) -> None:
     script = write_script(tmp_path, "import os, sys\nprint('out', os.environ['RANK'])\nprint('err', file=sys.stderr)\n")
     outcome = elasrun("--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs"), script)
-    assert (outcome.code, outcome.out, outcome.err) == (0, "", "")
+    closing = f"elasrun: finished; output is in {tmp_path / 'logs'}\n"
+    assert (outcome.code, outcome.out, outcome.err) == (0, "", closing)
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["events.jsonl", "worker0.log", "worker1.log"]
     assert (tmp_path / "logs" / "worker1.log").read_text() == "out 1\nerr\n"
+
+
+REFUSER = """
+import atexit, os, pathlib, sys, threading, time
+from megatron_elas.pretrain_gpt import errors_told
+from megatron_elas.spec.errors import BadUsage
+told = pathlib.Path(os.environ["ELAS_RUN_DIR"], "told")
+if os.environ["RANK"] == "1":
+    atexit.register(threading.Event().wait)
+while os.environ["RANK"] == "0" and not (told.exists() and told.stat().st_size):
+    time.sleep(0.01)
+with errors_told():
+    raise BadUsage(f"worker {os.environ['RANK']} does not like 7")
+"""
+"""Worker 1 speaks first, and lives on; so worker 0 ends first."""
+
+
+def test_of_a_refused_job_the_terminal_tells_the_sentence_and_whose_log_has_more(tmp_path: Path) -> None:
+    script, logs = write_script(tmp_path, REFUSER), tmp_path / "logs"
+    outcome = elasrun("--nproc-per-node=2", "--grace-s=1", "--log-dir", str(logs), script)
+    assert outcome.code == 2
+    wanted = f"elasrun: worker 1: worker 1 does not like 7 (exit code 2, more in {logs / 'worker1.log'})"
+    assert outcome.err.splitlines()[-1] == wanted
+    assert read_events(logs)[-1].items() >= {"sentence": "worker 1: worker 1 does not like 7", "worker": 1}.items()
+    assert (logs / "worker0.log").read_text() == "", "it has nothing to add"
+
+
+def test_where_a_refusal_is_on_the_terminal_it_is_not_said_again(tmp_path: Path) -> None:
+    outcome = elasrun("--nproc-per-node=2", "--grace-s=1", write_script(tmp_path, REFUSER))
+    told = [line for line in outcome.err.splitlines() if "did not end by themselves" not in line]
+    assert (outcome.code, told) == (
+        2, ["megatron_elas: worker 1 does not like 7", "elasrun: worker 1 exited with status 2 (exit code 2)"]
+    )  # fmt: skip
 
 
 def test_exit_handlers_and_threads_of_a_forked_worker_end_as_in_python(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from megatron_elas.control.commands import MakePlan, Note, ShowRecovery, Tell, TellAgent, WelcomeAgents
+from megatron_elas.control.commands import EndJob, MakePlan, Note, ShowRecovery, Tell, TellAgent, WelcomeAgents
 from megatron_elas.control.events import AgentLost, PlanMade, Tick, WorkerSilent
 from megatron_elas.control.messages import (
     AgentHello,
@@ -16,6 +17,7 @@ from megatron_elas.control.messages import (
     Failed,
     FaultFired,
     Finished,
+    Inject,
     KillWorker,
     LeaveOut,
     PeerUnreachable,
@@ -33,6 +35,7 @@ from megatron_elas.control.messages import (
 from megatron_elas.control.states import Ended, Gathering, Resuming, Running, Settling, Stopping
 from megatron_elas.control.tools import describe
 from megatron_elas.planner.plan import initial_plan
+from megatron_elas.refusal import Refusal
 from megatron_elas.spec.errors import ExitCode
 from megatron_elas.spec.events import LossReason
 from megatron_elas.spec.job import JobSpec
@@ -62,6 +65,12 @@ def plan_of(director: Director):
 def stop_code(director: Director) -> int:
     assert isinstance(director.state, Stopping | Ended), director.state
     return director.state.exit_code
+
+
+def end_well(director: Director, steps: int) -> EndJob | None:
+    workers = director.state.roster.remaining
+    director.send(*(Finished(worker=worker, steps=steps) for worker in workers))
+    return end_of(director.send(*(exited(worker, 0) for worker in workers)))
 
 
 # ---------------------------------------------------------------- joining
@@ -126,6 +135,17 @@ def test_own_exit_codes_of_workers_before_the_start_are_passed_on(job: JobSpec) 
     director = Director(job)
     director.send(make_hello(0, job), exited(1, ExitCode.BAD_USAGE))
     assert stop_code(director) == ExitCode.BAD_USAGE
+
+
+def test_the_reason_is_that_of_the_worker_that_refused_first_not_of_the_one_that_ended_first(job: JobSpec) -> None:
+    director = Director(job)
+    first = Refusal(worker=2, exit_code=6, sentence="torch is too old")
+    director.send(WorkerExited(worker=1, status=2, at_s=0.0, refusal=first), exited(2, 6))
+    assert (stop_code(director), director.state.worker) == (ExitCode.WRONG_VERSION, 2)
+    assert director.state.sentence == "worker 2: torch is too old"
+    crashed = Director(job)
+    crashed.send(WorkerExited(worker=1, status=9, at_s=0.0, refusal=first))
+    assert crashed.state.sentence == "worker 1 exited with status 9", "that is another reason"
 
 
 def test_workers_that_do_not_join_in_time_end_the_job(job: JobSpec) -> None:
@@ -843,3 +863,25 @@ def test_a_spare_that_recovers_after_everybody_else_has_finished_is_let_go_too()
         running.send(Finished(worker=worker), exited(worker, 0))
     commands = running.recover(1, [1], restore=101.0)
     assert [(workers, message.exit_code) for workers, message in told(commands, Stop)] == [((1,), ExitCode.FINISHED)]
+
+
+def test_the_end_tells_steps_losses_and_the_faults_that_never_struck(job: JobSpec) -> None:
+    early, late, never = (f"kill:worker={worker}@step={step},phase=norm" for worker, step in ((3, 5), (3, 90), (1, 90)))
+    director = Director(job)
+    hellos = [make_hello(worker, job) for worker in range(4)]
+    hellos[3], hellos[1] = (
+        msgspec.structs.replace(hellos[worker], faults=own) for worker, own in ((3, (early, late)), (1, (never,)))
+    )
+    director.send(AgentHello(node=0, host="here", workers=(0, 1, 2, 3)), *hellos)
+    plan = plan_of(director)
+    [(workers, _)] = told(director.send(Inject(worker=2, fault="stop:worker=2@step=90,phase=save")), Inject)
+    assert workers == (2,)
+    director.send(FaultFired(worker=3, fault=early, at_s=99.5), exited(3, -signal.SIGKILL))
+    director.settle(1, (0, 1, 2), plan)
+    director.recover(1, (0, 1, 2))
+    status = describe(director.state, lambda worker: 7, lambda worker: 0.1).splitlines()
+    waiting = f"{never}, {late}, stop:worker=2@step=90,phase=save"
+    assert f"scripted faults that have not struck: {waiting}" in status
+    assert end_well(director, 12) == EndJob(
+        exit_code=0, sentence="", steps=12, lost=1, unstruck=(never, late, "stop:worker=2@step=90,phase=save")
+    )

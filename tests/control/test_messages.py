@@ -90,7 +90,7 @@ EXAMPLES: list[Message] = [
         addresses={0: "a"},
         plan_s=0.1,
     ),
-    messages.Inject(fault="x"),
+    messages.Inject(worker=1, fault="x"),
     messages.Noted(count=3),
     messages.Stop(exit_code=3, sentence="x"),
     messages.AgentHello(node=1, host="h", workers=(2, 3)),

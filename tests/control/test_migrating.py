@@ -439,7 +439,7 @@ def test_the_job_ends_with_the_last_of_its_processes_even_if_that_was_drained(le
     for worker in (0, 1, 3, 4, 5):
         leaving.send(Finished(worker=worker), exited(worker, 0))
     assert isinstance(leaving.state, Running)
-    assert end_of(leaving.send(exited(2, 0))) == EndJob(exit_code=0, sentence="")
+    assert end_of(leaving.send(exited(2, 0))) == EndJob(exit_code=0, sentence="", drained=1)
 
 
 def test_one_that_hangs_instead_of_leaving_is_killed(leaving: Director) -> None:

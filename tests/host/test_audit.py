@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ def test_a_line_says_what_the_last_run_of_the_passes_read_and_drew(tmp_path: Pat
     assert last["samples"]["4"] != first["samples"]["0"] == "0" * 16
     assert first["masks"].keys() == {"0/1/0/all"} and first["masks"]["0/1/0/all"] == last["masks"]["4/1/0/all"]
     assert first["losses"] == {"lm loss": (0.5).hex()}
-    [[name, start, stop, count, sums]] = first["pieces"]
+    [[name, start, stop, count, sums, signed]] = first["pieces"]
+    assert abs(struct.unpack(">d", bytes.fromhex(signed["parameters"]))[0]) in (1.0, 3.0)
+    assert signed["exp_avg"] == "0" * 16
     assert (name, start, stop, count) == ("w", 0, 3, 3) and sums["exp_avg"] == "0" * 16 != sums["parameters"]
 
 

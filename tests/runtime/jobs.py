@@ -775,7 +775,7 @@ class ToyWorker:
             self.job.declined.append((self.id, epoch, sentence))
             self.job.changed.notify_all()
 
-    def finished(self) -> None:
+    def finished(self, steps: int) -> None:
         with self.job.changed:
             self.job.finished.add(self.id)
             self.job.changed.notify_all()

@@ -12,9 +12,11 @@ from megatron_elas.spec.audit import (
     link,
     mask_place,
     pack,
+    pack_floats,
     range_size,
     unlink,
     unpack,
+    unpack_floats,
 )
 
 LINE = StepLine(
@@ -24,7 +26,16 @@ LINE = StepLine(
     samples={"40": "00ff"},
     masks={mask_place(40, 3, 1, None): "0a"},
     losses={"lm loss": (5.25).hex()},
-    pieces=(PieceSums(name="weight", start=64, stop=130, count=256, sums={"gradients": pack([1, 2])}),),
+    pieces=(
+        PieceSums(
+            name="weight",
+            start=64,
+            stop=130,
+            count=256,
+            sums={"gradients": pack([1, 2])},
+            signed={"gradients": pack_floats([0.1, -2.0])},
+        ),
+    ),
 )
 
 
@@ -34,6 +45,7 @@ def test_a_step_is_read_as_it_was_written() -> None:
     assert end.to_table() == {"epoch": 0, "step": 16, "end": True} and StepLine.from_table(end.to_table()) == end
     assert LINE.pieces[0].first_range == 1
     assert unpack(LINE.pieces[0].sums["gradients"]) == [1, 2]
+    assert unpack_floats(LINE.pieces[0].signed["gradients"]) == (0.1, -2.0)
     assert unpack(pack([0, (1 << 64) - 1])) == [0, (1 << 64) - 1]
     assert mask_place(40, 3, 1, None) == "40/3/1/all" != mask_place(40, 3, 1, 0)
 
@@ -68,5 +80,6 @@ def test_a_line_that_was_changed_moved_or_left_out_breaks_the_chain() -> None:
 
 def test_what_is_no_packed_checksum_is_refused() -> None:
     for text in ("abc", "x" * 16):
-        with pytest.raises(ValueError):
-            unpack(text)
+        for read in (unpack, unpack_floats):
+            with pytest.raises(ValueError):
+                read(text)

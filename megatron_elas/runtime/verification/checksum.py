@@ -55,7 +55,7 @@ def checksum(values: torch.Tensor, key: int, start: int = 0) -> int:
     if _library is None or not values.is_contiguous() or values.device.type != "cpu":
         return _checksum_in_python(values, key, start)
     result: int = _library.elas_checksum(
-        values.data_ptr(), values.element_size(), values.numel(), _WEIGHTS.data_ptr(), key % MODULUS, start
+        values.data_ptr(), values.element_size(), values.numel(), WEIGHTS.data_ptr(), key % MODULUS, start
     )
     return result
 
@@ -86,7 +86,7 @@ def range_sums(values: torch.Tensor, key: int, start: int, size: int) -> list[in
         return [checksum(flat[low - start : high - start], key, low) for low, high in pairwise(edges)]
     sums = (ctypes.c_uint64 * (stop - first))()
     _library.elas_range_sums(
-        values.data_ptr(), values.element_size(), count, _WEIGHTS.data_ptr(), key % MODULUS, start, size, sums
+        values.data_ptr(), values.element_size(), count, WEIGHTS.data_ptr(), key % MODULUS, start, size, sums
     )
     return list(sums)
 
@@ -98,7 +98,7 @@ def to_row(number: int) -> int:
 
 
 def edge_of(key: int, position: int) -> int:
-    """A number for the edge before element ``position`` of a parameter, see ``checks.cover``."""
+    """A number for the edge before element ``position`` of a parameter, see ``checks.cover``; or for a block."""
     return _mix(key, position)
 
 
@@ -112,7 +112,7 @@ def _checksum_in_python(values: torch.Tensor, key: int, start: int) -> int:
         room = BLOCK - within if within else _CHUNK
         part = flat[done : done + room].to(torch.int64) & mask
         blocks = torch.nn.functional.pad(part, (within, -(within + part.numel()) % BLOCK)).view(-1, BLOCK)
-        sums: list[int] = (blocks * _WIDE_WEIGHTS).sum(dim=1).tolist()  # wraps as the C code's does
+        sums: list[int] = (blocks * WIDE_WEIGHTS).sum(dim=1).tolist()  # wraps as the C code's does
         first = (start + done) // BLOCK
         total += sum(_mix(key, first + number) * value for number, value in enumerate(sums))
         done += part.numel()
@@ -138,8 +138,8 @@ def _make_weights() -> torch.Tensor:
     return torch.tensor(weights, dtype=torch.int64)
 
 
-_WIDE_WEIGHTS = _make_weights()
-_WEIGHTS = _WIDE_WEIGHTS.to(torch.uint32)
+WIDE_WEIGHTS = _make_weights()
+WEIGHTS = WIDE_WEIGHTS.to(torch.uint32)
 
 
 def _load() -> ctypes.CDLL | None:

@@ -119,10 +119,10 @@ def test_other_rows_have_other_checksums_and_zeros_have_none() -> None:
 
 
 def test_weights_are_distinct_and_fit_into_32_bits() -> None:
-    weights = module._WIDE_WEIGHTS.tolist()
+    weights = module.WIDE_WEIGHTS.tolist()
     assert len(set(weights)) == len(weights) == BLOCK
     assert all(0 < weight < 1 << 32 for weight in weights)
-    assert module._WEIGHTS.tolist() == weights
+    assert module.WEIGHTS.tolist() == weights
 
 
 def test_elements_of_other_sizes_are_refused() -> None:
