@@ -42,6 +42,8 @@ class Attachment:
     timer: StepTimer
     strike: FaultPoint
     log: Log
+    summed_rows: int
+    """See ``host.summed_rows``."""
     emulation: Emulation | None = None
     sums: GradientSums | None = None
     """Where gradients are summed in fixed point."""

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_elas.host.attachment import attachment
 from megatron_elas.host.gradient_sum_seams import SAVED_EXPONENTS
+from megatron_elas.host.summed_rows import SAVED_ROWS, rows_to_save
 from megatron_elas.runtime.session import Dispensable, FailedElsewhere, ToldElsewhere
 from megatron_elas.spec.errors import EpochChanged
 
@@ -85,6 +86,7 @@ def wrap_save_checkpoint(original: Any) -> Any:
             attached.unsaved = None
             if attached.sums is not None:
                 setattr(get_args(), SAVED_EXPONENTS, attached.sums.to_save(iteration))
+                setattr(get_args(), SAVED_ROWS, rows_to_save(attached))
             try:
                 return original(iteration, *args, **kwargs)
             except CheckpointException as error:  # derived from BaseException, and raised on every worker

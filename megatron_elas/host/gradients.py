@@ -119,7 +119,7 @@ def wrap_finalize_gradients(original: Any) -> Any:
                 sums.settle()
             original(model, None, *args, **kwargs)
         if num_tokens is None:
-            if (rows := attachment().job.summed_rows) > 1:
+            if (rows := attachment().summed_rows) > 1:
                 for chunk in model:
                     chunk.scale_gradients(1.0 / rows)
             return

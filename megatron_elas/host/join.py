@@ -90,6 +90,7 @@ def join_megatron(
         timer=timer,
         strike=strike,
         log=log,
+        summed_rows=job.summed_rows,
         emulation=emulation,
         streams=make_streams(args),
         sums=GradientSums(job.num_microbatches) if job.consistency == "bitwise" else None,

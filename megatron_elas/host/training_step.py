@@ -205,7 +205,7 @@ def wrap_forward_step(original: Any) -> Any:
     ) -> Any:
         attached = attachment()
         if attached.counter.step >= 0:  # What a cell happens to run of them must not show in a single bit.
-            num_microbatches = attached.job.num_microbatches // attached.job.summed_rows
+            num_microbatches = attached.job.num_microbatches // attached.summed_rows
         with attached.timer.pass_("forward"):
             return original(forward_step_func, data_iterator, model, num_microbatches, *args, **kwargs)
 

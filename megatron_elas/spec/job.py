@@ -62,7 +62,7 @@ class JobSpec:
     @property
     def summed_rows(self) -> int:
         """What gradients are divided by when they are summed, and not before, in the losses: with fp16 the rows, as in
-        Megatron, so that gradients overflow at the same loss scale.
+        Megatron, so that gradients overflow at the same loss scale. A checkpoint may say otherwise.
         """
         return self.data_parallel if self.fp16 else 1
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from megatron_elas.cli.running_jobs import Request, ask
 from megatron_elas.control.environment import WorkerEnvironment
-from megatron_elas.control.messages import DrainRequest, RebalanceRequest
+from megatron_elas.control.messages import Answer, DrainRequest, RebalanceRequest
+from megatron_elas.spec.errors import ElasticError
 
 _NOT_NOW = "ask again when"
+_PATIENCE_S = 60.0
 
 
 def step_begins(attached: Any, step: int) -> None:
@@ -45,8 +48,20 @@ def _read(what: str, words: list[str]) -> Request:
 
 def _ask(told: Path, request: Request, text: str, step: int) -> None:
     environment = WorkerEnvironment.from_environ(os.environ)
-    answer = ask(environment.controller, environment.token, request, 60)
+    answer = _ask_patiently(environment, request)
     if not answer.ok and _NOT_NOW in answer.text:
         return
     told.write_text(f"{'yes' if answer.ok else 'no'}: {answer.text}")
     print(f"asked before step {step}: {text}: {answer.text}", file=sys.stderr, flush=True)
+
+
+def _ask_patiently(environment: WorkerEnvironment, request: Request) -> Answer:
+    """Until the controller is there: it may have been killed, and be starting again."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return ask(environment.controller, environment.token, request, _PATIENCE_S)
+        except ElasticError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 import torch
 
@@ -19,6 +20,8 @@ from tests.fault.traces import Step, read_trace
 LINE = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples: +(\d+)")
 """Also of a step whose update is left out, in which no loss is told."""
 VALIDATION = re.compile(r"(validation loss at iteration \d+[^|]*)\| lm loss value: ([0-9.E+-]+)")
+LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
+NORM = re.compile(r"grad norm: ([0-9.]+)")
 PARAMETER_NORM = re.compile(r"params norm: ([0-9.]+)")
 ZEROS = re.compile(r"num zeros: ([0-9.]+)")
 SCALE = re.compile(r"loss scale: ([0-9.]+)")
@@ -29,10 +32,7 @@ SLOTS = ("master", "exp_avg", "exp_avg_sq")
 def assert_equal(run: Run, calm: Run) -> None:
     """Every bit is that of the undisturbed run; says what is the first that is not."""
     assert (run.code, calm.code) == (0, 0), run.output[-8000:] if run.code else calm.output[-8000:]
-    differences = [*_differing_states(run, calm), *_differing_numbers(run, calm)]
-    # A state is that before its step, so it comes first.
-    told = [text for _, text in sorted(differences, key=lambda each: each[0])]
-    assert not told, "\n".join([f"{len(told)} differences, the first ones:", *told[:12]])
+    _assert_same_training([run], calm)
     lines, calm_lines = (LINE.findall(each.output) for each in (run, calm))
     assert [int(number) for number, _ in calm_lines] == list(range(1, len(calm_lines) + 1)), calm_lines
     assert lines == calm_lines, f"iterations and samples told: {lines}"
@@ -46,12 +46,77 @@ def assert_equal(run: Run, calm: Run) -> None:
     _assert_same_ends(run, calm)
 
 
-def _differing_states(run: Run, calm: Run) -> list[tuple[float, str]]:
-    ours, theirs = read_trace(run.folder).whole_versions(), read_trace(calm.folder).whole_versions()
+def assert_lives_equal(lives: Sequence[Run], begins: Sequence[int], calm: Run) -> None:
+    """The same for a job that was started several times, each time from the checkpoint of that iteration.
+
+    What a life did in vain, because it ended before it was saved, is that of the undisturbed run too.
+    """
+    assert (lives[-1].code, calm.code) == (0, 0), lives[-1].output[-8000:] if lives[-1].code else calm.output[-8000:]
+    _assert_same_training(lives, calm)
+    expected = _read_lines(calm)
+    assert list(expected) == list(range(1, len(expected) + 1)), f"undisturbed: lines {list(expected)}"
+    for number, (life, begin) in enumerate(zip(lives, begins, strict=True)):
+        lines = _read_lines(life)
+        assert list(lines) == list(range(begin + 1, begin + 1 + len(lines))), f"life {number}: lines {list(lines)}"
+        for iteration, told in lines.items():
+            # Megatron's second line of a run has the sums of its first two.
+            left_out = ("lm loss", SKIPPED.pattern) if iteration == begin + 2 else ()
+            differing = {
+                what for what in told.keys() | expected[iteration] if told.get(what) != expected[iteration].get(what)
+            }
+            differing -= {*left_out}
+            assert not differing, f"life {number}, iteration {iteration}: {told}, undisturbed {expected[iteration]}"
+        reached = [*begins, len(expected)][number + 1]
+        assert max(lines) >= reached - 1, (
+            f"life {number} told of {list(lines)}, and the next one began behind {reached}"
+        )
+        for what, value in VALIDATION.findall(life.output):
+            assert (what, value) in VALIDATION.findall(calm.output), f"life {number}: {what}: {value}"
+        _assert_same_samples(life, range(begin, reached), calm)
+    told = {what for life in lives for what, _ in VALIDATION.findall(life.output)}
+    assert told == {what for what, _ in VALIDATION.findall(calm.output)}, f"evaluations told: {told}"
+    _assert_same_ends(lives[-1], calm)
+
+
+def _read_lines(run: Run) -> dict[int, dict[str, str]]:
+    """What Megatron's lines say, by iteration; asserts that there is one of each."""
+    found: dict[int, dict[str, str]] = {}
+    for line in run.output.splitlines():
+        if match := LINE.search(line):
+            iteration = int(match.group(1))
+            assert iteration not in found, f"two lines of iteration {iteration}"
+            numbers = {what.pattern: what.search(line) for what in (NORM, PARAMETER_NORM, ZEROS, SCALE, SKIPPED)}
+            numbers |= {"consumed": LINE.search(line), "lm loss": LOSS.search(line)}
+            found[iteration] = {what: match.groups()[-1] for what, match in numbers.items() if match}
+    return found
+
+
+def _assert_same_samples(life: Run, steps: range, calm: Run) -> None:
+    """Both ends of the pipeline had them in each of these steps."""
+    ours, theirs = life.samples, calm.samples
+    for step in steps:
+        got, (want, *_) = list(ours[step].values()), theirs[step].values()
+        assert all(ids == want for ids in got), f"step {step}: samples {got}, undisturbed {want}"
+
+
+def _assert_same_training(lives: Sequence[Run], calm: Run) -> None:
+    differences = [*_differing_states(lives, calm), *_differing_numbers(lives, calm)]
+    # A state is that before its step, so it comes first.
+    told = [text for _, text in sorted(differences, key=lambda each: each[0])]
+    assert not told, "\n".join([f"{len(told)} differences, the first ones:", *told[:12]])
+
+
+def _differing_states(lives: Sequence[Run], calm: Run) -> list[tuple[float, str]]:
+    ours = {
+        (life, epoch, version): prints
+        for life, run in enumerate(lives)
+        for (epoch, version), prints in read_trace(run.folder).whole_versions().items()
+    }
+    theirs = read_trace(calm.folder).whole_versions()
     known = {version: prints for (_, version), prints in theirs.items()}
-    assert {version for _, version in theirs} == {version for _, version in ours}, "steps whose state is known"
+    assert {version for _, version in theirs} == {version for *_, version in ours}, "steps whose state is known"
     found = []
-    for (epoch, version), prints in sorted(ours.items(), key=lambda each: each[0][::-1]):
+    for (life, epoch, version), prints in sorted(ours.items(), key=lambda each: (each[0][2], each[0])):
         want = known[version]
         names = sorted(name for name in prints.keys() & want.keys() if prints[name] != want[name])
         names += sorted(name for name in prints.keys() ^ want.keys() if not name.endswith(f"/{HEAD}"))
@@ -62,13 +127,15 @@ def _differing_states(run: Run, calm: Run) -> list[tuple[float, str]]:
                 for slot, got, expected in zip(SLOTS, prints.get(first, ()), want.get(first, ()), strict=False)
                 if got != expected
             ]
-            text = f"state before step {version}, epoch {epoch}: {len(names)} of {len(want)} parameters, first {first}"
+            where = f"epoch {epoch}" if len(lives) == 1 else f"life {life}, epoch {epoch}"
+            text = f"state before step {version}, {where}: {len(names)} of {len(want)} parameters, first {first}"
             found.append((version, f"{text} ({', '.join(slots) or 'only one run has it'})"))
     return found
 
 
-def _differing_numbers(run: Run, calm: Run) -> list[tuple[float, str]]:
-    ours, theirs = (_numbers(read_trace(each.folder).steps) for each in (run, calm))
+def _differing_numbers(lives: Sequence[Run], calm: Run) -> list[tuple[float, str]]:
+    ours = _numbers([step for life in lives for step in read_trace(life.folder).steps])
+    theirs = _numbers(read_trace(calm.folder).steps)
     found = []
     for step in sorted(ours.keys() | theirs.keys()):
         for name in ("loss", "norm"):

@@ -115,7 +115,7 @@ def draw_job(seed: int) -> Job:
     )  # fmt: skip
 
 
-class _Outlook:
+class Outlook:
     """What the job has come to, as the planner says."""
 
     def __init__(self, job: Job, plan: ElasticPlan | None = None) -> None:
@@ -124,6 +124,8 @@ class _Outlook:
         self._spec = replace(spec, consistency="bitwise", micro_batch_size=size, num_microbatches=job.batch // size)
         self.job = job
         self.plan = plan or initial_plan(self._spec, {}, self._costs)
+        self.pairs = set(self.plan.backups)
+        """(worker, who keeps its copy), whether or not layers have moved yet."""
         better = improve(self._spec, self.plan, self.plan.epoch + 1, {}, self._costs) if plan else None
         self.stages = {self.plan.placement.num_stages}
         """How many there may be: layers, and with them cells, move after a loss, a few steps later."""
@@ -131,15 +133,16 @@ class _Outlook:
         if better is not None:
             self.stages.add(better.placement.num_stages)
             self.seated &= set(better.placement.workers)
+            self.pairs &= set(better.backups)
             self.plan = better
 
-    def without(self, workers: Collection[int]) -> _Outlook | None:
-        """After they are lost, or drained; None where the job cannot go on."""
+    def without(self, workers: Collection[int], *, saved: bool = False) -> Outlook | None:
+        """After they are lost, or drained; None where the job cannot go on, with a checkpoint if it has ``saved``."""
         backups = set(self.plan.backups)
-        if any((one, other) in backups for one in workers for other in workers):
+        if not saved and any((one, other) in backups for one in workers for other in workers):
             return None
         try:
-            return _Outlook(self.job, replan(self._spec, self.plan, workers, self.plan.epoch + 1, {}, self._costs))
+            return Outlook(self.job, replan(self._spec, self.plan, workers, self.plan.epoch + 1, {}, self._costs))
         except NoFeasiblePlan:
             return None
 
@@ -149,19 +152,19 @@ class _Outlook:
         return [cell.workers for cells in self.plan.placement.stages for cell in cells]
 
 
-_Event = tuple[list[Fault], list[str], _Outlook]
+Event = tuple[list[Fault], list[str], Outlook]
 
 
 def draw_case(seed: int) -> Case:
     """The case of that seed."""
     job = draw_job(seed)
     rng = random.Random(f"events {seed}")
-    outlook = _Outlook(job)
+    outlook = Outlook(job)
     faults: list[Fault] = []
     asked: list[str] = []
     step = FIRST
     for number in range(EVENTS):
-        kinds = _EVENTS if number else _LOSSES  # a drain leaves little to lose
+        kinds = EVENT_KINDS if number else LOSSES  # a drain leaves little to lose
         drawn = (rng.choice(kinds)(rng, outlook, step) for _ in range(TRIES))
         event = next((event for event in drawn if event is not None), None)
         if event is None:  # nothing more can happen to what is left
@@ -187,62 +190,62 @@ def micro_batch_size(job: Job) -> int:
 # ---------------------------------------------------------------- events
 
 
-def _phases(job: Job) -> tuple[FaultPhase, ...]:
+def phases_of_a_step(job: Job) -> tuple[FaultPhase, ...]:
     """Of a step; a fault may come to be in one whose update is left out."""
     return tuple(phase for phase in STEP_PHASES if "--fp16" not in job.more or phase not in OF_UPDATES)
 
 
-def _lose_one(rng: random.Random, outlook: _Outlook, step: int) -> _Event | None:
-    worker, phase = rng.choice(sorted(outlook.seated)), rng.choice(_phases(outlook.job))
+def _lose_one(rng: random.Random, outlook: Outlook, step: int) -> Event | None:
+    worker, phase = rng.choice(sorted(outlook.seated)), rng.choice(phases_of_a_step(outlook.job))
     if "--eval-iters=2" in outlook.job.more and rng.random() < 0.3:
         step, phase = step + EVERY - 1 - step % EVERY, FaultPhase.EVALUATE
     after = outlook.without([worker])
-    return None if after is None else ([_strike(rng, worker, step, phase)], [], after)
+    return None if after is None else ([strike(rng, worker, step, phase)], [], after)
 
 
-def _lose_two(rng: random.Random, outlook: _Outlook, step: int) -> _Event | None:
+def _lose_two(rng: random.Random, outlook: Outlook, step: int) -> Event | None:
     """The second in the recovery from the first."""
     first, second = rng.sample(sorted(outlook.seated), 2) if len(outlook.seated) > 2 else (-1, -1)
     between = outlook.without([first]) if first >= 0 else None
     after = outlook.without([first, second]) if first >= 0 else None
     if between is None or after is None or second not in between.seated:
         return None
-    faults = [_strike(rng, first, step, rng.choice(_phases(outlook.job)))]
-    return [*faults, _strike(rng, second, step, rng.choice(RECOVERING))], [], after
+    faults = [strike(rng, first, step, rng.choice(phases_of_a_step(outlook.job)))]
+    return [*faults, strike(rng, second, step, rng.choice(RECOVERING))], [], after
 
 
-def _move_layers(rng: random.Random, outlook: _Outlook, step: int) -> _Event | None:
+def _move_layers(rng: random.Random, outlook: Outlook, step: int) -> Event | None:
     layers = _other_layers(rng, outlook)
     return None if layers is None else ([], [f"{step} rebalance {_join(layers)}"], outlook)
 
 
-def _lose_one_on_the_way(rng: random.Random, outlook: _Outlook, step: int) -> _Event | None:
+def _lose_one_on_the_way(rng: random.Random, outlook: Outlook, step: int) -> Event | None:
     """Layers move, and back: one of both changes something, whatever was in force."""
     layers, others = _other_layers(rng, outlook), _other_layers(rng, outlook)
     worker = rng.choice(sorted(outlook.seated))
     after = outlook.without([worker])
     if layers is None or others is None or layers == others or after is None:
         return None
-    fault = _strike(rng, worker, step, rng.choice(MIGRATION_PHASES))
+    fault = strike(rng, worker, step, rng.choice(MIGRATION_PHASES))
     return [fault], [f"{step} rebalance {_join(layers)}", f"{step} rebalance {_join(others)}"], after
 
 
-def _drain(rng: random.Random, outlook: _Outlook, step: int) -> _Event | None:
+def _drain(rng: random.Random, outlook: Outlook, step: int) -> Event | None:
     cell = rng.choice(outlook.cells)
     after = outlook.without(cell)
     return None if after is None else ([], [f"{step} drain {' '.join(map(str, cell))}"], after)
 
 
-_LOSSES = (_lose_one, _lose_two, _move_layers, _lose_one_on_the_way, _lose_one_on_the_way)
-_EVENTS = (*_LOSSES, _lose_one, _drain)
+LOSSES = (_lose_one, _lose_two, _move_layers, _lose_one_on_the_way, _lose_one_on_the_way)
+EVENT_KINDS = (*LOSSES, _lose_one, _drain)
 
 
-def _strike(rng: random.Random, worker: int, step: int, phase: FaultPhase) -> Fault:
+def strike(rng: random.Random, worker: int, step: int, phase: FaultPhase) -> Fault:
     number = 0 if phase in PHASES_WITH_MICROBATCH else None
     return Fault(kind=rng.choice(KINDS), worker=worker, step=step, phase=phase, microbatch=number)
 
 
-def _other_layers(rng: random.Random, outlook: _Outlook) -> tuple[int, ...] | None:
+def _other_layers(rng: random.Random, outlook: Outlook) -> tuple[int, ...] | None:
     """Of every stage, at least one each; None where the number of stages is not known, or is 1."""
     (stages, *unsure), total = sorted(outlook.stages), sum(outlook.job.layers)
     if unsure or stages == 1 or total == stages:

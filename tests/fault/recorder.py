@@ -6,7 +6,8 @@ named in ELAS_TEST_VERSIONS, before it or, when optimizer state moves beside it,
 ELAS_TEST_TRACE it writes ``trace.W`` (traces.py) and walks nowhere. Before the step
 ELAS_TEST_KILL_SPARES the spares are killed: they run no step in which a scripted fault could strike.
 ELAS_TEST_SLEEPER names a worker that falls asleep (``sleeper.py``), ELAS_TEST_KILL_CONTROLLER moments at which the
-controller is killed (``controller_killer.py``), ELAS_TEST_SPOIL a fault to plant in a recovery's state
+controller is killed (``controller_killer.py``), ELAS_TEST_KILL_JOB workers, or the launcher, that are killed
+together (``job_killer.py``), ELAS_TEST_SPOIL a fault to plant in a recovery's state
 (``verification_plants.py``), ELAS_TEST_DEAF a worker that an answer does not reach (``deaf.py``), ELAS_TEST_ORDERS
 gives every plan orders (``forced_orders.py``), ELAS_TEST_SLOW_MOVES holds optimizer state up (``slow_moves.py``),
 ELAS_TEST_ASK asks for other plans (``asker.py``), ELAS_TEST_MASKS records dropout masks (``masks.py``), and
@@ -30,6 +31,7 @@ from tests.fault import (
     controller_killer,
     deaf,
     forced_orders,
+    job_killer,
     masks,
     planting,
     sleeper,
@@ -80,6 +82,7 @@ def main() -> int:
         mask_recorder.watch(attachment())
         sleeper.fall_asleep(attachment().worker, step)
         controller_killer.step_begins(attachment().worker, step)
+        job_killer.step_begins(attachment(), step)
         slow_moves.step_begins(attachment())
         asker.step_begins(attachment(), step)
         begin_step(host, step, data_iterator)
@@ -139,6 +142,7 @@ def main() -> int:
     forced_orders.install()
     worker.finish = record_end
     controller_killer.install()
+    job_killer.install(attachment)
     if text := os.environ.get("ELAS_TEST_SPOIL"):
         verification_plants.plant_before_checks(text)
     return pretrain_gpt.main()
@@ -149,7 +153,9 @@ def kill_spares(kill_step: int, step: int) -> None:
     attached = attachment()
     placement = attached.session.plan.placement
     folder = Path(os.environ["ELAS_TEST_OUT"])
-    (folder / f"pid.{attached.worker}").write_text(str(os.getpid()))
+    pid = folder / f"pid.{attached.worker}"
+    if not pid.exists():  # once: another worker may be reading it
+        pid.write_text(str(os.getpid()))
     if step == kill_step and attached.worker == placement.workers[0] and placement.spares:
         print(f"spares killed before step {step}: {', '.join(map(str, placement.spares))}", file=sys.stderr, flush=True)
         for spare in placement.spares:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fault.bitwise import assert_lives_equal
 from tests.fault.migrations import (
     Job,
     assert_nothing_stale,
@@ -253,3 +254,20 @@ def test_a_saved_scale_goes_on_in_stock_megatron_and_in_another_grid(
         assert [scale for scale, _ in goes_on.loss_scales] == [scale for scale, _ in calm.loss_scales[SHRINKS:]]
         # The line of the first step, which is left out, has no loss, and the next one is an average with it.
         assert goes_on.losses[-3:] == pytest.approx(calm.losses[-3:], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_at_bitwise_a_saved_scale_goes_on_with_other_rows_and_no_bit_changes(
+    warm: WarmLauncher, tmp_path: Path
+) -> None:
+    """Losses are divided by the micro-batches of a row, so with four rows they would overflow at half the scale."""
+    bitwise, traced = ("--elastic-consistency=bitwise",), {"ELAS_TEST_TRACE": "1"}
+    saving = (*SAVING, f"--save={tmp_path / 'saved'}", f"--exit-interval={SHRINKS}")
+    loading = (*SAVING[:1], f"--load={tmp_path / 'saved'}")
+    calm = JOB.run(tmp_path / "calm", warm, flags=bitwise, environ=traced)
+    first = JOB.run(tmp_path / "first", warm, flags=(*bitwise, *saving), environ=traced)
+    assert first.code == 0, first.output[-6000:]
+    other = replace(JOB, layers=(4,), data=4, per_row=1)
+    run = other.run(tmp_path / "run", warm, flags=(*bitwise, *loading), environ=traced)
+    assert "losses are divided as in the run of the checkpoint, on 2 data-parallel rows and not 4" in run.output
+    assert_lives_equal([first, run], [0, SHRINKS], calm)

@@ -19,7 +19,8 @@ def test_a_loss_is_divided_by_the_micro_batches_of_the_whole_batch_in_training(
     attached = SimpleNamespace(
         counter=SimpleNamespace(step=step),
         timer=StepTimer(0, lambda report: None),
-        job=SimpleNamespace(num_microbatches=12, summed_rows=1),
+        job=SimpleNamespace(num_microbatches=12),
+        summed_rows=1,
     )
     monkeypatch.setattr(training_step, "attachment", lambda: attached)
 
