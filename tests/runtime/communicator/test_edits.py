@@ -493,9 +493,7 @@ def run_cycles(few: Few, cycles: int, seed: int) -> tuple[list[dict[str, int]], 
             gc.collect()
             wait_until(lambda: all(not t._connections._listener._strangers for t in few.transports))
             if len(counts) > 1:  # what the last dials used may be closing still, and their threads may be ending
-                wait_until(
-                    lambda: open_descriptors() <= counts[1]["fds"] and running_threads() <= counts[1]["threads"]
-                )
+                wait_until(lambda: open_descriptors() <= counts[1]["fds"] and running_threads() <= counts[1]["threads"])
             counts.append(
                 {
                     "links": sum(len(transport._links) for transport in few.transports),
