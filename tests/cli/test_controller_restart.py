@@ -17,7 +17,7 @@ from tests.cli.launcher import FAST, TOY, Job, Outcome, launched, wait_gone, wai
 
 pytestmark = pytest.mark.process
 
-PATIENT = (*FAST, "--heartbeat-timeout-s=4", "--settle-timeout-s=10")
+PATIENT = (*FAST, "--heartbeat-timeout-s=8", "--settle-timeout-s=20")
 """A controller needs its time to start on a busy machine."""
 
 
@@ -110,7 +110,7 @@ def test_a_loss_while_there_is_no_controller_is_noticed_by_the_next_one(loss_fir
 @pytest.mark.slow
 def test_it_is_killed_while_workers_settle(tmp_path: Path) -> None:
     """One survivor is stopped for a moment, so that the others wait for its report."""
-    with launched("--nproc-per-node=4", *PATIENT, "--hang-timeout-s=4", TOY, "2", "2", "1") as job:
+    with launched("--nproc-per-node=4", *PATIENT, "--hang-timeout-s=8", TOY, "2", "2", "1") as job:
         job.wait_for("starts", 4)
         workers = job.workers()
         workers[1].suspend()
@@ -139,7 +139,7 @@ def test_it_is_killed_while_workers_resume(tmp_path: Path) -> None:
 
 def test_it_is_killed_twice_in_one_recovery(tmp_path: Path) -> None:
     with launched(
-        "--nproc-per-node=4", *PATIENT, "--hang-timeout-s=4", TOY, "2", "2", "1",
+        "--nproc-per-node=4", *PATIENT, "--hang-timeout-s=8", TOY, "2", "2", "1",
         environ={"TOY_RESUMES_WHEN": str(tmp_path / "now")},
     ) as job:  # fmt: skip
         job.wait_for("starts", 4)
@@ -191,7 +191,7 @@ def test_it_is_killed_before_all_workers_have_joined(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_controller_that_is_stopped_is_killed_and_replaced() -> None:
-    with launched("--nproc-per-node=4", *PATIENT, "--settle-timeout-s=20", TOY, "2", "2", "1") as job:
+    with launched("--nproc-per-node=4", *PATIENT, TOY, "2", "2", "1") as job:
         job.wait_for("starts", 4)
         controller = job.controller()
         controller.suspend()
@@ -221,7 +221,7 @@ def test_the_other_nodes_wait_for_a_controller_that_is_started_again_and_the_job
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
-    common = ("--nnodes=2", "--nproc-per-node=2", f"--rdzv-endpoint={endpoint}", *PATIENT, "--heartbeat-timeout-s=8")
+    common = ("--nnodes=2", "--nproc-per-node=2", f"--rdzv-endpoint={endpoint}", *PATIENT)
     environ = {"ELAS_TOKEN": "a secret of two nodes"}
     with (
         launched(*common, "--node-rank=1", TOY, "1", "4", "2", environ=environ) as second,

@@ -24,8 +24,11 @@ from tests.megatron_checkout import copy_checkout
 pytestmark = pytest.mark.process
 
 
-def test_a_running_job_is_found_looked_at_and_struck(capsys: pytest.CaptureFixture[str]) -> None:
-    with launched("--nproc-per-node", "4", "--rdzv-id=run7", *FAST, TOY, "2", "2", "1") as job:
+def test_a_running_job_is_found_looked_at_and_struck(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    go_on = tmp_path / "now"
+    with launched(
+        "--nproc-per-node", "4", "--rdzv-id=run7", *FAST, TOY, "2", "2", "1", environ={"TOY_STEPS_WHEN": str(go_on)}
+    ) as job:
         job.wait_for("starts", 4)
         assert elas.main(["status"]) == 0
         head, where, *more = capsys.readouterr().out.splitlines()
@@ -39,13 +42,12 @@ def test_a_running_job_is_found_looked_at_and_struck(capsys: pytest.CaptureFixtu
         step = 1_000_000
         assert elas.main(["inject", f"kill:worker=9@step={step},phase=between"]) == 2
         assert re.match(r"job run7 at .*: .* there is no worker 9", capsys.readouterr().err)
-        # The toy strikes between steps; far enough ahead to arrive in time, near enough to wait for.
-        while any("not heard yet" in line for line in status_lines(capsys)):
+        while not all(": step 5, " in line for line in status_lines(capsys)):
             time.sleep(0.02)
-        lines = status_lines(capsys)
-        steps = [int(line.split("step ")[1].split(",")[0]) for line in lines]
-        assert elas.main(["inject", f"kill:worker=3@step={max(steps) + 50},phase=between"]) == 0
+        assert elas.main(["inject", "kill:worker=3@step=9,phase=between"]) == 0
         assert re.match(r"job run7 at ws:.*: worker 3 will be struck", capsys.readouterr().out)
+        job.wait_for("worker 3 was told of kill")
+        go_on.touch()
         outcome = job.finish()
     assert outcome.code == 0 and "lost     worker 3" in outcome.out, outcome
 

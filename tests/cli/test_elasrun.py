@@ -397,7 +397,7 @@ def test_a_job_that_loses_a_worker_goes_on_with_the_others(fault: str, reason: s
 def test_a_worker_that_holds_the_interpreter_lock_for_long_is_not_lost(native: str, reason: str) -> None:
     """It is lost right after, by a scripted fault. Without the C library it would have been before."""
     with launched(
-        "--nproc-per-node", "2", *FAST, "--heartbeat-timeout-s=1", TOY, "1", "2", "1",
+        "--nproc-per-node", "2", *FAST, "--heartbeat-timeout-s=2", TOY, "1", "2", "1",
         "kill:worker=1@step=6,phase=between", environ={"TOY_HOLDS_LOCK": "1", "ELAS_NATIVE": native},
     ) as job:  # fmt: skip
         outcome = job.finish(wait_s=80)
@@ -497,11 +497,11 @@ def test_an_error_that_a_second_worker_runs_into_ends_the_job_instead_of_all_wor
 
 def test_survivors_that_hang_after_the_order_to_recover_end_the_job() -> None:
     outcome = elasrun(
-        "--nproc-per-node", "4", *FAST, "--settle-timeout-s=1", "--resume-timeout-s=1",
+        "--nproc-per-node", "4", *FAST, "--heartbeat-timeout-s=2", "--settle-timeout-s=2", "--resume-timeout-s=2",
         TOY, "2", "2", "1", "kill:worker=3@step=5,phase=between", environ={"TOY_NEVER_RECOVERS": "1"},
     )  # fmt: skip
     assert outcome.code == 3, outcome
-    assert "did not finish its first step within --resume-timeout-s=1" in outcome.err
+    assert "did not finish its first step within --resume-timeout-s=2" in outcome.err
 
 
 def test_a_worker_killed_from_outside_is_recovered_from() -> None:
@@ -582,16 +582,16 @@ def test_a_plain_job_of_two_nodes_ends_everywhere(tmp_path: Path) -> None:
         assert (first.finish().code, second.finish().code) == (9, 9)
 
 
-SOON = ("--settle-timeout-s=0.6", "--join-timeout-s=1")
+SOON = ("--heartbeat-timeout-s=0.5", "--settle-timeout-s=0.6", "--join-timeout-s=1", "--grace-s=50")
 
 
 def test_nodes_that_wait_for_others_in_vain_end_as_not_started_and_at_once() -> None:
-    common = ("--nnodes=2", "--nproc-per-node=2", f"--rdzv-endpoint={free_endpoint()}", *FAST, "--grace-s=8", *SOON)
+    common = ("--nnodes=2", "--nproc-per-node=2", f"--rdzv-endpoint={free_endpoint()}", *FAST, *SOON)
     environ = {"ELAS_TOKEN": "the same"}
     for node, words in ((0, "nodes [1] did not join within --join-timeout-s=1"), (1, "node 0 did not answer")):
         began = time.monotonic()
         outcome = elasrun(*common, f"--node-rank={node}", TOY, "1", "4", "2", environ=environ)
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 40
         assert outcome.code == 5 and words in outcome.err, outcome
         assert len(outcome.err.splitlines()) == 1
     assert not run_dirs()

@@ -40,7 +40,7 @@ def run(repo: Path, script: str, *flags: str, **environ: str) -> subprocess.Comp
         env={"PATH": os.environ["PATH"], **environ},
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=100,
         check=False,
     )
 

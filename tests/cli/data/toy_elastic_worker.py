@@ -2,9 +2,9 @@
 
 Usage: toy_elastic_worker.py STAGES ROWS LOSSES [FAULT]. Ends when as many workers were lost as LOSSES says. With
 TOY_NEVER_RECOVERS in the environment it hangs in its first step after a recovery, with TOY_RESUMES_WHEN until there is
-such a file. The last worker joins when there is a file TOY_JOINS_WHEN. The worker TOY_HOLDS_LOCK makes a
-call of HOLD_S in its fifth step, in which no other thread of its interpreter runs. In the folder TOY_DIARY each worker
-writes down the epoch, number and time of its steps.
+such a file. The last worker joins when there is a file TOY_JOINS_WHEN, and all go on from step 5 when there is a file
+TOY_STEPS_WHEN. The worker TOY_HOLDS_LOCK makes a call of HOLD_S in its fifth step, in which no other thread of its
+interpreter runs. In the folder TOY_DIARY each worker writes down the epoch, number and time of its steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_elas.spec.step_report import StepReport
 from megatron_elas.testing.faults import FaultInjector
 
 STEP_S = 0.01
-HOLD_S = 2.5
+HOLD_S = 3.5
 WAIT_S = 30.0
 VERSIONS = tuple(range(1000))
 """A toy state exists in every version, so that steps need not be in lockstep."""
@@ -62,7 +62,7 @@ class Toy:
             hello,
             self.env.heartbeat_s,
             on_quiesce=lambda quiesce: self.quiesced.set(),
-            on_inject=lambda text: self.injector.add(parse_fault(text)),
+            on_inject=self.take_fault,
             progress_timeout_s=self.env.progress_s,
         )
         self.injector = FaultInjector(
@@ -80,6 +80,8 @@ class Toy:
         while self.num_lost < num_losses or report is not None:
             if self.step == 5 and os.environ.get("TOY_HOLDS_LOCK") == str(self.worker):
                 ctypes.PyDLL(None).usleep(round(HOLD_S * 1e6))
+            while self.step == 5 and not file_is_there("TOY_STEPS_WHEN"):
+                time.sleep(STEP_S)
             self.injector.at(self.step, FaultPhase.BETWEEN)
             self.diary.write(f"{self.epoch} {self.step} {time.time()}\n")
             if self.quiesced.wait(STEP_S):
@@ -96,6 +98,11 @@ class Toy:
                 self.measure()
                 self.step += 1
             self.link.progress(self.epoch, self.step)
+
+    def take_fault(self, text: str) -> None:
+        """From the controller."""
+        self.injector.add(parse_fault(text))
+        print(f"worker {self.worker} was told of {text}", flush=True)
 
     def measure(self) -> None:
         """Tell of the step, as if it took no time but that in which the toy waits."""
