@@ -45,7 +45,7 @@ MODEL = (
 """The model unless a test names another, its data and its training."""
 PYTHON_PART = 3
 """Words of a command of ``launcher`` that come before the arguments of ``elasrun``."""
-QUICK_TIMEOUTS = ("--heartbeat-interval-s=0.2", "--heartbeat-timeout-s=3", "--settle-timeout-s=20", "--grace-s=2")
+QUICK_TIMEOUTS = ("--heartbeat-interval-s=0.2", "--heartbeat-timeout-s=10", "--settle-timeout-s=20", "--grace-s=2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
