@@ -14,13 +14,13 @@ from tests.network.switch import Switch
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
-INTERVAL_S = 1.0
+INTERVAL_S = 2.0
 """So far ahead of the controller a host that is cut off ends its worker; a busy machine may hold it up for as long."""
-LIMIT_S = 6.0
+LIMIT_S = 8.0
 LIMITS = (
     f"--heartbeat-interval-s={INTERVAL_S}", f"--heartbeat-timeout-s={LIMIT_S}", "--settle-timeout-s=20", "--grace-s=2"
 )  # fmt: skip
-ON_TIME_S = 4.0
+ON_TIME_S = 20.0
 """For the controller, on a busy machine, to notice."""
 
 
@@ -56,7 +56,7 @@ def test_the_others_go_on_and_the_host_that_is_cut_off_ends_its_worker(
     [silence_s] = re.findall(r"lost     worker 2 .*: silent, node 2 did not answer for ([\d.]+) s", outputs[0])
     assert LIMIT_S <= float(silence_s) < LIMIT_S + ON_TIME_S
     assert "now      stage 0: [0] [1]" in outputs[0]
-    words = r"node 0 did not answer for 5 s \(--heartbeat-timeout-s less .*\): the workers of this node were killed"
+    words = r"node 0 did not answer for 6 s \(--heartbeat-timeout-s less .*\): the workers of this node were killed"
     assert re.search(words, outputs[2]), outputs[2]
     goes_on_s = min(time_s for worker in (0, 1) for epoch, time_s in read_diary(tmp_path, worker) if epoch == 1)
     last_s = max(time_s for _, time_s in read_diary(tmp_path, 2))
