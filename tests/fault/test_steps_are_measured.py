@@ -69,5 +69,5 @@ def test_every_worker_tells_what_it_computed_under_every_plan(calm: Run, tmp_pat
         first = 0 if epoch == 0 else AT
         assert [report.first for report in reports] == [step == first for step in steps]
         assert [report.again for report in reports] == [epoch == 1 and step == AT for step in steps]
-        assert steps[0] <= first + 2 and len(steps) > 1, "it is told with the heartbeats"
+        assert len(steps) > 1, "the newest is told with each heartbeat"
         assert epoch == 0 or steps[-1] == STEPS - 1, "the last step is told before the job ends"
