@@ -151,10 +151,12 @@ def nothing_is_left_by_the_test() -> Iterator[None]:
     yield
     left = {p for p in _running_children() - processes if not _staying(p)}
     complaints = [f"left a process running: {line}" for line in (_end(left) if left else ())]
-    complaints += [f"left a temporary file: {name}" for name in sorted(_own_files() - files)]
-    for name in _own_files() - files:
+    left_files = _own_files() - files
+    complaints += [f"left a temporary file: {name}" for name in sorted(left_files)]
+    for name in left_files:
         path = _session_tmp / name
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        is_folder = path.is_dir() and not path.is_symlink()
+        shutil.rmtree(path, ignore_errors=True) if is_folder else path.unlink(missing_ok=True)
     if complaints:
         pytest.fail("\n".join(complaints), pytrace=False)
 
