@@ -49,7 +49,7 @@ class Forker:
         folder: Path,
         *args: Any,
         environ: dict[str, str] | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = 100.0,
     ) -> JobResult:
         """Run ``target`` (``module:function``) in forked workers; it gets ``args`` and gives the exit status.
 
