@@ -117,7 +117,7 @@ def test_a_lost_worker_is_recovered_from_over_sockets() -> None:
             member.link.send(Finished(worker=member.worker))
             member.link.close()
             served.apply(exited(member.worker, 0))
-        assert served.wait_ended() == EndJob(exit_code=0, sentence="")
+        assert served.wait_ended() == EndJob(exit_code=0, sentence="", lost=1)
 
 
 def test_survivors_hear_of_a_loss_at_once() -> None:

@@ -32,8 +32,8 @@ from tests.fault.bitwise_cases import (
 )
 from tests.fault.migrations import Job
 
-APART, CALM = 6, 4
-"""Steps from one event of a life to the next (or one less), and from the last one to the end of the life."""
+APART, CALM = 6, 6
+"""Most steps from one event of a life to the next, and besides from the last one to the end of the life."""
 MOST_WORKERS = 8
 EXIT, WORKERS, LAUNCHER, SAVING = "exit", "workers", "launcher", "save launcher"
 """Ends of a life; the last three as in ``job_killer.py``."""

@@ -8,6 +8,7 @@ nothing more, so what was about to happen has not. Each strikes once, and says s
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -43,6 +44,16 @@ def step_begins(attached: Any, step: int) -> None:
         _strike(attached, step, [])
 
 
+def _wait_until_told(epoch: int) -> None:
+    """Until the controller has noted how the epoch began; not of a migration whose first step would be the next one."""
+    path, deadline = _folder() / "logs" / "events.jsonl", time.monotonic() + 3
+    while epoch and time.monotonic() < deadline:
+        told = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if any(event.get("epoch") == epoch for event in told if event["event"] in ("recovery", "migration")):
+            return
+        time.sleep(0.02)
+
+
 def _script() -> list[str]:
     return [text for text in os.environ.get("ELAS_TEST_KILL_JOB", "").split(";") if text]
 
@@ -60,6 +71,7 @@ def _strike(attached: Any, step: int, place: list[str]) -> None:
         if step != int(at) or words[:-2] != place or done.exists():
             continue
         done.touch()
+        _wait_until_told(attached.session.plan.epoch)
         print(f"killed before step {step}: {text}", file=sys.stderr, flush=True)
         kind, whom = words[-2:]
         if kind == "workers":
