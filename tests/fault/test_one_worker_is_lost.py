@@ -23,6 +23,17 @@ def lose(tmp_path: Path, *faults: str) -> Run:
     return run
 
 
+def assert_phases_add_up(run: Run) -> None:
+    """The printed table has the phases of a recovery, and their sum."""
+    header, values = re.search(r"ms +(detect .*total)\n +([0-9. ]+)  \(worker", run.output).groups()  # type: ignore[union-attr]
+    assert header.split() == [
+        "detect", "quiesce", "settle", "plan", "groups", "restore", "rebuild", "verify", "first_step", "total",
+    ]  # fmt: skip
+    *phases, total = map(float, values.split())
+    assert sum(phases) == pytest.approx(total, abs=0.05)
+    assert total > 0 and phases[-1] > 0
+
+
 def assert_survivors(run: Run, survivors: set[int]) -> None:
     """These have a seat at the end, every group of theirs works, and nothing was stale after any recovery."""
     assert run.records("final").keys() == survivors
@@ -56,17 +67,7 @@ def test_a_killed_worker_changes_neither_losses_nor_samples_nor_the_log(
     assert_survivors(run, {0, 1, 2, 3} - {worker})
     assert run.output.count("---- recovered: epoch 1 ") == 1
     assert f"lost     worker {worker} " in run.output
-
-
-def test_the_phases_of_the_printed_table_add_up_to_its_total(tmp_path: Path) -> None:
-    run = lose(tmp_path, f"kill:worker=2@step={AT},phase=forward,microbatch=1")
-    header, values = re.search(r"ms +(detect .*total)\n +([0-9. ]+)  \(worker", run.output).groups()  # type: ignore[union-attr]
-    assert header.split() == [
-        "detect", "quiesce", "settle", "plan", "groups", "restore", "rebuild", "verify", "first_step", "total",
-    ]  # fmt: skip
-    *phases, total = map(float, values.split())
-    assert sum(phases) == pytest.approx(total, abs=0.05)
-    assert total > 0 and phases[-1] > 0
+    assert_phases_add_up(run)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +82,11 @@ def test_other_ways_to_go_end_in_the_same_recovery(kind: str, calm: Run, tmp_pat
 @pytest.mark.parametrize(
     "phase",
     [
-        "norm",
-        "optimizer",
         "between",
-        *(pytest.param(phase, marks=pytest.mark.slow) for phase in ("reduce", "snapshot", "gather", "commit")),
+        *(
+            pytest.param(phase, marks=pytest.mark.slow)
+            for phase in ("reduce", "norm", "optimizer", "snapshot", "gather", "commit")
+        ),
     ],
 )
 def test_a_worker_lost_around_the_ends_of_a_step_loses_no_step(phase: str, calm: Run, tmp_path: Path) -> None:
