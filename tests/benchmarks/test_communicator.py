@@ -65,7 +65,7 @@ def test_an_interrupted_run_leaves_no_process_and_no_file(tmp_path: Path) -> Non
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=80)
     assert process.returncode == 128 + signal.SIGTERM
     assert not [rank for rank in ranks if rank.is_running()]
     assert not list(tmp_path.glob("elas-*"))

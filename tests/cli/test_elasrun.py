@@ -202,7 +202,7 @@ def test_workers_that_do_not_listen_are_killed_after_the_grace_period(tmp_path: 
     assert "workers [0, 1] did not end by themselves" in outcome.err
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 def test_a_second_signal_does_not_wait_for_the_grace_period(tmp_path: Path) -> None:
     with launched("--grace-s", "1000", write_script(tmp_path, STUBBORN_SCRIPT)) as job:
         job.wait_for("up")

@@ -17,7 +17,7 @@ from megatron_elas.control.messages import WorkerExited, WorkerHung
 from megatron_elas.control.starter_messages import StartWorker, Target
 from tests.control.jobs import TIMEOUTS
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
 PATIENCE_S = 30
 LARGE_WORKER = """

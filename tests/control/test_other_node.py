@@ -29,7 +29,7 @@ from megatron_elas.control.starter_messages import Target
 from megatron_elas.control.wire import OPTIONS, Gate
 from megatron_elas.spec.errors import ExitCode
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
 PATIENCE_S = 60.0
 TOKEN = "secret"

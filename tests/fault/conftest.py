@@ -21,7 +21,7 @@ GRID = ("--pipeline-model-parallel-size=2",)
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The undisturbed run of four workers on GRID. Files with another job of their own have another one."""
     folder: Path = tmp_path_factory.mktemp("calm")
-    return run_job(folder / "run", GRID, workers=4, timeout_s=200)
+    return run_job(folder / "run", GRID, workers=4)
 
 
 @pytest.fixture(scope="session")

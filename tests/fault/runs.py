@@ -119,7 +119,7 @@ def run_job(
     model: Sequence[str] = MODEL,
     steps: int | None = STEPS,
     batch: int = 8,
-    timeout_s: float = 100,
+    timeout_s: float = 250,
     launcher_flags: Sequence[str] = (),
     warm: WarmLauncher | None = None,
     environ: Mapping[str, str] | None = None,
@@ -147,7 +147,7 @@ def run_stock(
     model: Sequence[str] = MODEL,
     steps: int = STEPS,
     batch: int = 8,
-    timeout_s: float = 100,
+    timeout_s: float = 250,
 ) -> Run:
     """The same without --elastic: stock Megatron on gloo."""
     command = [

@@ -19,7 +19,7 @@ from tests.fault.runs import (
     run_stock,
 )
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(500)]
 
 BATCH = 8
 PP2, PP4 = "--pipeline-model-parallel-size=2", "--pipeline-model-parallel-size=4"

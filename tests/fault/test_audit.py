@@ -14,7 +14,7 @@ from megatron_elas.spec.audit import GRADIENTS, KINDS, STATES, range_size
 from tests.fault.runs import Run, run_job
 from tests.fault.warm_launcher import WarmLauncher
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(500)]
 
 STEPS = 5
 BATCH = 4

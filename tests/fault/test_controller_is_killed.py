@@ -11,7 +11,7 @@ import pytest
 from tests.fault.conftest import GRID
 from tests.fault.runs import Run, assert_same_training, run_job
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(500)]
 
 FAULT = "kill:worker=2@step=5,phase=backward,microbatch=1"
 

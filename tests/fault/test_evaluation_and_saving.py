@@ -9,7 +9,7 @@ import pytest
 
 from tests.fault.runs import Run, assert_nothing_stale, assert_same_training, run_job, run_stock
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(500)]
 
 GRID = ("--pipeline-model-parallel-size=2",)
 EVALUATION = ("--split=90,10,0", "--eval-interval=4", "--eval-iters=2")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fault.runs import Run, assert_nothing_stale, assert_same_training, run_job
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(500)]
 
 OVERLAP = ("--pipeline-model-parallel-size=2", "--overlap-grad-reduce", "--overlap-param-gather")
 MEASURED = ("--timing-log-level=2", "--log-params-norm", "--log-timers-to-tensorboard")

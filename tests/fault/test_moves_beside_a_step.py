@@ -10,7 +10,7 @@ import pytest
 
 from tests.fault.runs import Run, assert_nothing_stale, assert_same_training, run_job
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(500)]
 
 AT = 5
 STEPS = 9

@@ -10,7 +10,7 @@ import pytest
 from tests.fault.conftest import GRID
 from tests.fault.runs import Run, assert_nothing_stale, assert_same_training, run_job, run_stock
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 AT = 5
 """Step in which the fault strikes; 10 more follow."""

@@ -10,7 +10,7 @@ import torch
 
 from tests.fault.runs import Run, assemble, assert_nothing_stale, run_job
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 AT = 4
 

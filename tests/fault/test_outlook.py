@@ -11,7 +11,7 @@ from megatron_elas.spec.step_report import read_step_reports
 from tests.fault.runs import run_job
 from tests.fault.settings import BY_PROFILE, Outlook, Setting
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(500), pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

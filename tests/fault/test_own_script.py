@@ -19,7 +19,7 @@ from megatron_elas.cli.patch import VERSION_FILE
 from tests.fault.runs import MODEL, REPO, Run, launcher, run_command
 from tests.megatron_checkout import copy_checkout, give_dataset_helper
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(500)]
 
 STEPS = 12
 PATCH_NUMBER = 77

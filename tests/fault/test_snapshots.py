@@ -9,7 +9,7 @@ import torch
 
 from tests.fault.runs import Run, assemble, assert_same_training, run_job
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 AT = 4
 STEPS = 7

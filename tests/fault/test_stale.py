@@ -12,7 +12,7 @@ from tests.fault.runs import run_job
 from tests.fault.stale_megatron import CHECKS as MEGATRON_CHECKS
 from tests.fault.stale_runtime import CHECKS as RUNTIME_CHECKS
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 Findings = dict[str, tuple[str, str, list[str]]]
 

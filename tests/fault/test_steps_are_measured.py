@@ -14,7 +14,7 @@ from megatron_elas.spec.step_report import StepReport, read_step_reports
 from tests.fault.conftest import GRID
 from tests.fault.runs import STEPS, Run, assert_same_training, run_job
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 JOB = JobSpec(
     tensor_parallel=1, pipeline_parallel=2, data_parallel=2, micro_batch_size=1, num_microbatches=8, stage_layers=(2, 2)

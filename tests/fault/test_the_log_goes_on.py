@@ -11,7 +11,7 @@ from tests.fault.runs import Run, assert_same_training, run_job
 pytest.importorskip("tensorboard", reason="TensorBoard is not installed: pip install tensorboard")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(500)]
 
 FLAGS = ("--pipeline-model-parallel-size=2", "--split=90,10,0", "--eval-interval=4", "--eval-iters=2")
 

@@ -15,10 +15,10 @@ import pytest
 from tests.fault.runs import ITERATION, MODEL, QUICK_TIMEOUTS
 from tests.network.hosts import CABLE, Host, Node, ip, job_on
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
 STEPS = 30
-TRAINING_S = 100
+TRAINING_S = 250
 Launch = Callable[..., list[Node]]
 
 

@@ -334,7 +334,7 @@ def run_job(
     steps: int = STEPS,
     look: Callable[[Any], dict[str, Any]] | None = None,
     by_script: bool = False,
-    timeout_s: float = 100,
+    timeout_s: float = 250,
 ) -> list[Worker]:
     """Train on ``count`` workers; ``plans`` are carried out before the steps they are given for."""
     folder.mkdir()

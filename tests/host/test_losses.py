@@ -28,7 +28,7 @@ def made() -> Losses:
 
 def gather(monkeypatch: pytest.MonkeyPatch, dealt: Sequence[Sequence[int]]) -> list[Losses]:
     """What every cell has, when they run these micro-batches."""
-    together, boards = threading.Barrier(len(dealt), timeout=20), []
+    together, boards = threading.Barrier(len(dealt), timeout=60), []
     everything = made()
 
     def all_reduce(board: torch.Tensor, group: object) -> None:

@@ -169,7 +169,7 @@ def test_a_step_cut_short_leaves_nothing_that_the_next_one_trips_over(
 
 @pytest.mark.parametrize(("count", "lost"), [(4, (0, 2)), (3, (0,))], ids=["other-slices", "less-padding"])
 def test_buffers_fit_fewer_replicas_with_other_ranks(count: int, lost: tuple[int, ...], tmp_path: Path) -> None:
-    ready = {parties: multiprocessing.get_context("fork").Barrier(parties, timeout=30) for parties in (2, count)}
+    ready = {parties: multiprocessing.get_context("fork").Barrier(parties, timeout=60) for parties in (2, count)}
     left = [worker for worker in range(count) if worker not in lost]
 
     def body(own: int) -> object:

@@ -29,7 +29,7 @@ Told = tuple[dict[str, torch.Tensor], tuple[int, int]]
 
 def tell_all(monkeypatch: pytest.MonkeyPatch, ballots: Sequence[tuple[int, int]]) -> list[Told]:
     """One worker for each ballot; the last one has the losses."""
-    together, boards = threading.Barrier(len(ballots), timeout=20), []
+    together, boards = threading.Barrier(len(ballots), timeout=60), []
 
     def all_reduce(board: torch.Tensor) -> None:
         boards.append(board.clone())

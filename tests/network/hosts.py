@@ -19,7 +19,7 @@ from tests.network.switch import Switch, mac_of
 
 CABLE = "cable"
 PORT = 29441
-EXIT_S = 60
+EXIT_S = 100
 """For a launcher to end when all that it waits for has happened."""
 
 
@@ -85,7 +85,7 @@ class Node(Followed):
             f"--token-file={token}", *flags,
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONWARNINGS": "ignore", "TMPDIR": str(folder)}
-        super().__init__(command, {**environment, **environ}, REPO, patience_s=60)
+        super().__init__(command, {**environment, **environ}, REPO, patience_s=100)
 
     def finish(self, timeout_s: float = EXIT_S) -> int:
         """Its exit code, when all output is read."""

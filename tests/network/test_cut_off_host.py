@@ -12,7 +12,7 @@ from tests.cli.launcher import TOY
 from tests.network.hosts import Host, hosts_on_a_switch, job_on
 from tests.network.switch import Switch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 INTERVAL_S = 2.0
 """So far ahead of the controller a host that is cut off ends its worker; a busy machine may hold it up for as long."""

@@ -41,7 +41,7 @@ from megatron_elas.spec.shards import ShardLayout
 from megatron_elas.spec.transaction import Update
 
 NUMEL = 1200
-PATIENCE_S = 15.0
+PATIENCE_S = 40.0
 
 
 def value_of(version: int) -> float:

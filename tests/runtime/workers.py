@@ -23,7 +23,7 @@ KILLED = "killed"
 """Result of a worker that ended by SIGKILL."""
 
 
-def run_workers(count: int, function: Callable[..., Any], *args: Any, timeout_s: float = 40.0) -> list[Any]:
+def run_workers(count: int, function: Callable[..., Any], *args: Any, timeout_s: float = 100.0) -> list[Any]:
     """Run ``function(worker, *args)`` in ``count`` forked processes and give what they returned, by worker.
 
     Raises:
@@ -113,7 +113,7 @@ def introduce(worker: int, count: int, folder: Path, scheme: str = "unix") -> So
     return transport
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
     """Poll a condition of another thread or process."""
     deadline = time.monotonic() + limit_s
     while not condition():

@@ -56,7 +56,7 @@ class Batch(Followed):
             "ELASRUN_FLAGS": " ".join(QUICK_TIMEOUTS),
             **environ,
         }
-        super().__init__(["bash", str(copy), *arguments], environment, folder, patience_s=80)
+        super().__init__(["bash", str(copy), *arguments], environment, folder, patience_s=200)
 
     def task(self, node: int) -> int:
         """Process id of a node's elasrun."""
@@ -79,7 +79,7 @@ class Batch(Followed):
 
     def finish(self) -> int:
         """Its exit code."""
-        code = self.process.wait(100)
+        code = self.process.wait(250)
         self._reader.join()
         return code
 

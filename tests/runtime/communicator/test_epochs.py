@@ -39,7 +39,7 @@ MIB_4 = 1 << 18
 
 def make_barrier(parties: int) -> Barrier:
     """Stands for the control plane, which does not use the links."""
-    return multiprocessing.get_context("fork").Barrier(parties, timeout=30)
+    return multiprocessing.get_context("fork").Barrier(parties, timeout=60)
 
 
 @contextlib.contextmanager

@@ -148,7 +148,7 @@ def run(folder: Path, rounds: int, scheme: str, timeout_s: float) -> None:
 
 @pytest.mark.process
 def test_links_stay_usable_after_cancels(tmp_path: Path) -> None:
-    run(tmp_path, 6, "unix", 40)
+    run(tmp_path, 6, "unix", 100)
 
 
 @pytest.mark.process

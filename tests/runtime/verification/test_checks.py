@@ -218,7 +218,7 @@ def sound_workers() -> list[Sound]:
 
 def verify_all(workers: Sequence[Sound]) -> list[VerificationFailed | None]:
     """What each worker says, each in a thread of its own."""
-    meeting = threading.Barrier(len(workers), timeout=20)
+    meeting = threading.Barrier(len(workers), timeout=60)
     rows: dict[int, Sequence[int]] = {}
     results: list[VerificationFailed | None] = [None] * len(workers)
 
