@@ -158,8 +158,8 @@ def _part(a: AuditedStep, b: AuditedStep, kinds: tuple[str, ...]) -> Difference 
 def relative_distance(a: AuditedStep, b: AuditedStep, kind: str, tensor: Place | None = None) -> float | None:
     """How far the tensors of a kind are apart, as a part of their norm in A; None where that is no number.
 
-    An estimate: the squares of signed sums are, in the mean over their signs, those of norms, and there is one sum for
-    each range that a tensor is told in.
+    An estimate: the squares of signed sums are, in the mean over their signs, those of norms, and there are up to 16
+    sums of a tensor.
 
     Args:
         a: One run.
@@ -168,7 +168,11 @@ def relative_distance(a: AuditedStep, b: AuditedStep, kind: str, tensor: Place |
         tensor: Name and lane of the only one; None: all that both have.
     """
     ours, theirs = a.signed[kind], b.signed[kind]
-    places = sorted(place for place in ours.keys() & theirs.keys() if tensor in (None, place[:2]))
+    places = [
+        place
+        for place in sorted(ours.keys() & theirs.keys())
+        if tensor in (None, place[:2]) and len({step.counts[str(place[0]), int(place[1])] for step in (a, b)}) == 1
+    ]
     apart = math.hypot(*(ours[place] - theirs[place] for place in places))
     norm = math.hypot(*(ours[place] for place in places))
     return apart / norm if norm and math.isfinite(apart) and math.isfinite(norm) else None

@@ -14,7 +14,6 @@ from megatron_elas.spec.audit import (
     KINDS,
     STATES,
     TENSORS,
-    PieceSums,
     StepLine,
     unlink,
     unpack,
@@ -54,7 +53,7 @@ class AuditedStep:
     values: Mapping[str, Mapping[Place, str]]
     """By kind and place."""
     signed: Mapping[str, Mapping[Place, float]]
-    """Signed sums, likewise, of kinds of tensors."""
+    """Signed sums of kinds of tensors, likewise, but of other ranges (``signed_size``)."""
     counts: Mapping[tuple[str, int], int]
     """Elements of every parameter and lane."""
     writers: Mapping[tuple[str, Place], tuple[int, ...]]
@@ -353,19 +352,14 @@ def _entries(kind: str, line: StepLine) -> Iterator[tuple[Place, str]]:
 
 
 def _add_up(kind: str, seats: Seats, lines: Mapping[int, StepLine]) -> tuple[dict[Place, str], dict[Place, float]]:
-    """Checksums and signed sums of whole ranges."""
+    """Checksums, and signed sums, of whole ranges."""
     totals: dict[Place, int] = defaultdict(int)
     signed: dict[Place, float] = defaultdict(float)
     for worker, line in sorted(lines.items()):
         lane = seats.placement.seat(worker).lane
         for piece in line.pieces:
-            for place, part, signed_part in _ranges(piece, kind, lane):
-                totals[place] += part
-                signed[place] += signed_part
+            for number, part in enumerate(unpack(piece.sums[kind]), piece.first_range):
+                totals[piece.name, lane, number] += part
+            for number, share in zip(piece.signed_ranges, unpack_floats(piece.signed[kind]), strict=True):
+                signed[piece.name, lane, number] += share
     return {place: f"{total % _MODULUS:016x}" for place, total in totals.items()}, signed
-
-
-def _ranges(piece: PieceSums, kind: str, lane: int) -> Iterator[tuple[Place, int, float]]:
-    parts = zip(unpack(piece.sums[kind]), unpack_floats(piece.signed[kind]), strict=True)
-    for number, (part, signed) in enumerate(parts, piece.first_range):
-        yield (piece.name, lane, number), part, signed

@@ -23,7 +23,9 @@ def describe_end(end: EndJob, options: LaunchOptions) -> list[str]:
         lines.append(f"{_sum_up(end, options)}; output is in {options.log_dir}")
     if end.unstruck:
         faults = format_count(len(end.unstruck), "scripted fault")
-        lines.append(f"{faults} never struck, as training did not come to that place: {', '.join(end.unstruck)}")
+        lines.append(
+            f"{faults} never struck, as training, or the worker, did not come there: {', '.join(end.unstruck)}"
+        )
     return lines
 
 

@@ -25,6 +25,7 @@ from megatron_elas.spec.audit import (
     pack,
     pack_floats,
     range_size,
+    signed_size,
 )
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.line_files import append_line, open_for_lines
@@ -181,6 +182,8 @@ class Audit:
 def _sum_up(piece: Piece, count: int, values: Mapping[str, torch.Tensor | None]) -> PieceSums:
     size = range_size(count)
     ranges = -(-piece.stop // size) - piece.start // size
+    fine_size = signed_size(count)
+    fine = -(-piece.stop // fine_size) - piece.start // fine_size
     return PieceSums(
         name=piece.name,
         start=piece.start,
@@ -191,7 +194,7 @@ def _sum_up(piece: Piece, count: int, values: Mapping[str, torch.Tensor | None])
             for kind, value in values.items()
         },
         signed={
-            kind: pack_floats([0.0] * ranges if value is None else signed_sums(value, _KEY, piece.start, size))
+            kind: pack_floats([0.0] * fine if value is None else signed_sums(value, _KEY, piece.start, fine_size))
             for kind, value in values.items()
         },
     )

@@ -12,8 +12,9 @@ Each line ends with ``"chain"``, the digest of the line and of the chain before 
 chain. Of a step that was run again the run in the highest epoch counts, and what was run after it before is void.
 
 A tensor's values are told as checksums of ranges of its elements (``range_size``) that add up, modulo 2**64, however
-the ranges were cut and whoever had the parts. Beside each checksum is a sum of the range's values under random signs
-(``runtime/verification/sketch.py``), which says nothing of equality, but how far apart two tensors are that differ.
+the ranges were cut and whoever had the parts. Beside them are sums of the values of ranges (``signed_size``) under
+random signs (``runtime/verification/sketch.py``): they tell how far apart two tensors are that differ, and nothing of
+equality.
 """
 
 from __future__ import annotations
@@ -53,6 +54,14 @@ def audit_file(worker: int) -> str:
 def range_size(count: int) -> int:
     """Elements of each range of a tensor of so many on one lane: a power of two, whoever has the elements."""
     size = SMALLEST_RANGE
+    while size * RANGES < count:
+        size *= 2
+    return size
+
+
+def signed_size(count: int) -> int:
+    """Elements of each range that is told as a signed sum: as many ranges as there may be, however few elements."""
+    size = 1
     while size * RANGES < count:
         size *= 2
     return size
@@ -98,12 +107,18 @@ class PieceSums:
     sums: Mapping[str, str]
     """By kind: ``pack`` of the piece's share of every range that it has elements of."""
     signed: Mapping[str, str]
-    """By kind: ``pack_floats`` of its share of the signed sum of every such range."""
+    """By kind: ``pack_floats`` of its share of the signed sum of every range of ``signed_size``."""
 
     @property
     def first_range(self) -> int:
-        """Number of the first of these ranges."""
+        """Number of the first range of ``sums``."""
         return self.start // range_size(self.count)
+
+    @property
+    def signed_ranges(self) -> range:
+        """Numbers of the ranges of ``signed``."""
+        size = signed_size(self.count)
+        return range(self.start // size, -(-self.stop // size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

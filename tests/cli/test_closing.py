@@ -43,13 +43,13 @@ def test_a_job_that_ended_well_has_one_line_where_its_output_is_elsewhere(facts:
 
 
 def test_faults_that_never_struck_are_told_wherever_output_goes() -> None:
-    more = "2 scripted faults never struck, as training did not come to that place: "
+    more = "2 scripted faults never struck, as training, or the worker, did not come there: "
     assert lines_of(options_of(), unstruck=(KILL, "exit:worker=0@step=9,phase=save")) == [
         f"{more}{KILL}, exit:worker=0@step=9,phase=save"
     ]
     closing, faults = lines_of(options_of(logs="logs"), steps=9, unstruck=(KILL,))
     assert closing == "finished: 9 steps done, no worker lost; output is in logs"
-    assert faults == f"1 scripted fault never struck, as training did not come to that place: {KILL}"
+    assert faults == f"1 scripted fault never struck, as training, or the worker, did not come there: {KILL}"
     assert lines_of(options_of(), 3, "too few are left", unstruck=(KILL,)) == ["too few are left (exit code 3)"]
 
 

@@ -52,8 +52,8 @@ def test_a_line_says_what_the_last_run_of_the_passes_read_and_drew(tmp_path: Pat
     assert first["masks"].keys() == {"0/1/0/all"} and first["masks"]["0/1/0/all"] == last["masks"]["4/1/0/all"]
     assert first["losses"] == {"lm loss": (0.5).hex()}
     [[name, start, stop, count, sums, signed]] = first["pieces"]
-    assert abs(struct.unpack(">d", bytes.fromhex(signed["parameters"]))[0]) in (1.0, 3.0)
-    assert signed["exp_avg"] == "0" * 16
+    assert [abs(value) for value in struct.unpack(">3d", bytes.fromhex(signed["parameters"]))] == [1.0, 1.0, 1.0]
+    assert signed["exp_avg"] == "0" * 48
     assert (name, start, stop, count) == ("w", 0, 3, 3) and sums["exp_avg"] == "0" * 16 != sums["parameters"]
 
 

@@ -14,6 +14,7 @@ from megatron_elas.spec.audit import (
     pack,
     pack_floats,
     range_size,
+    signed_size,
     unlink,
     unpack,
     unpack_floats,
@@ -33,7 +34,7 @@ LINE = StepLine(
             stop=130,
             count=256,
             sums={"gradients": pack([1, 2])},
-            signed={"gradients": pack_floats([0.1, -2.0])},
+            signed={"gradients": pack_floats([0.1] * 5)},
         ),
     ),
 )
@@ -45,7 +46,8 @@ def test_a_step_is_read_as_it_was_written() -> None:
     assert end.to_table() == {"epoch": 0, "step": 16, "end": True} and StepLine.from_table(end.to_table()) == end
     assert LINE.pieces[0].first_range == 1
     assert unpack(LINE.pieces[0].sums["gradients"]) == [1, 2]
-    assert unpack_floats(LINE.pieces[0].signed["gradients"]) == (0.1, -2.0)
+    assert unpack_floats(LINE.pieces[0].signed["gradients"]) == (0.1,) * 5
+    assert LINE.pieces[0].signed_ranges == range(4, 9), "of 16 elements each"
     assert unpack(pack([0, (1 << 64) - 1])) == [0, (1 << 64) - 1]
     assert mask_place(40, 3, 1, None) == "40/3/1/all" != mask_place(40, 3, 1, 0)
 
@@ -54,6 +56,9 @@ def test_a_step_is_read_as_it_was_written() -> None:
 def test_a_tensor_has_few_ranges_and_small_ones_are_not_cut_to_crumbs(count: int) -> None:
     size = range_size(count)
     assert size >= SMALLEST_RANGE and size & (size - 1) == 0
+    fine = signed_size(count)
+    assert -(-count // fine) <= RANGES and fine & (fine - 1) == 0
+    assert fine == size if count > 1024 else 2 * -(-count // fine) > RANGES or fine == 1
     assert -(-count // size) <= RANGES < 2 * -(-count // size) or size == SMALLEST_RANGE
 
 
