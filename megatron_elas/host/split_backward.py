@@ -9,15 +9,16 @@ What else the hooks are told in ``B``, of norms, biases and embeddings, is added
 reduction in ``W``: so all that happens in the cell's last ``W`` happens in the order in which it would in a backward
 pass that is not split, on every cell of the stage.
 
-Layers of other kinds, and a weight that is used twice in an item (an embedding tied on one stage: its two gradients are
-added before they are accumulated), get their weight's gradient in ``B``.
+A weight that an item uses several times (``--mlp-chunks-for-training``) has one gradient, as in a pass that is not
+split: those of its uses are added as autograd adds them. Layers of other kinds, and an embedding that is tied on one
+stage, whose other use is no linear layer, get their weight's gradient in ``B``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,6 +42,10 @@ class Deferred:
         self.accumulate = accumulate
         self.whole = whole
         self._tasks: deque[Callable[[], object]] = deque()
+        self._uses: Counter[torch.nn.Parameter] = Counter()
+        """Of every weight: how many wait for their gradient."""
+        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        """Gradients of weights of which more uses wait."""
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -48,6 +53,22 @@ class Deferred:
     def later(self, task: Callable[[], object]) -> None:
         """Do this in ``run``, after what was given before."""
         self._tasks.append(task)
+
+    def weigh_later(self, parameter: torch.nn.Parameter, gradient: Callable[[], torch.Tensor]) -> None:
+        """Compute the gradient of this use of a weight in ``run``; with the last use, accumulate their sum."""
+        self._uses[parameter] += 1
+        self.later(functools.partial(self._add, parameter, gradient))
+
+    def _add(self, parameter: torch.nn.Parameter, gradient: Callable[[], torch.Tensor]) -> None:
+        total = gradient()
+        if (before := self._sums.pop(parameter, None)) is not None:
+            total = before.add_(total)
+        self._uses[parameter] -= 1
+        if self._uses[parameter]:
+            self._sums[parameter] = total
+        else:
+            del self._uses[parameter]
+            self.accumulate(parameter, total)
 
     def run(self) -> None:
         """Do all of it; each is forgotten when it is done."""
@@ -58,6 +79,8 @@ class Deferred:
     def clear(self) -> None:
         """Forget it."""
         self._tasks.clear()
+        self._uses.clear()
+        self._sums.clear()
 
 
 _under_way: list[Deferred] = []
@@ -124,9 +147,7 @@ class LinearInputGradient(torch.autograd.Function):
             grad_output = grad_output.view(-1, grad_output.shape[2])
         grad_bias = grad_output.sum(dim=0) if ctx.use_bias else None
         tp_group = ctx.tp_group if ctx.sequence_parallel else None
-        ctx.item.later(
-            functools.partial(_add_weight_gradient, ctx.item.accumulate, ctx.parameter, input, grad_output, tp_group)
-        )
+        ctx.item.weigh_later(ctx.parameter, functools.partial(_weight_gradient, input, grad_output, tp_group))
         return grad_input, grad_bias, None, None, None, None, None
 
 
@@ -138,18 +159,12 @@ def _gather(input: torch.Tensor, tp_group: Any) -> torch.Tensor:
     return buffer
 
 
-def _add_weight_gradient(
-    accumulate: Accumulate,
-    parameter: torch.nn.Parameter,
-    input: torch.Tensor,
-    grad_output: torch.Tensor,
-    tp_group: Any,
-) -> None:
+def _weight_gradient(input: torch.Tensor, grad_output: torch.Tensor, tp_group: Any) -> torch.Tensor:
     """From a layer's input, and its output's gradient, (S B, O). With a group, the input is this lane's part."""
     total_input = (input if tp_group is None else _gather(input, tp_group)).contiguous()
     if total_input.dim() == 3:
         total_input = total_input.view(-1, total_input.shape[2])
-    accumulate(parameter, grad_output.t().matmul(total_input))
+    return grad_output.t().matmul(total_input)
 
 
 def wrap_linear(original: Any) -> Any:

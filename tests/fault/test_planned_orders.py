@@ -27,6 +27,7 @@ from tests.fault.warm_launcher import WarmLauncher
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(700)]
 
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
+BITWISE = "--elastic-consistency=bitwise"
 THREE = Job(layers=(4, 4, 4), data=2, per_row=4, steps=20, clip=1.0)
 JOBS = {
     "plain": THREE,
@@ -36,6 +37,7 @@ JOBS = {
     ),
     "gpt-recompute": replace(THREE, llama=False, more=RECOMPUTE),
     "bf16": replace(THREE, more=("--bf16",)),
+    "weights-used-twice": replace(THREE, more=("--mlp-chunks-for-training=2", BITWISE, *OVERLAP)),
 }
 FIRST = "kill:worker=3@step=3,phase=backward,microbatch=1"
 
@@ -63,6 +65,8 @@ def test_a_loss_leads_to_split_backward_passes(
     assert run.fired == [FIRST], run.output[-8000:]
     assert_split(run)
     assert {record["order"] for record in calm.records("final").values()} == {""}
+    if BITWISE in job.more:
+        assert_same_bits(run, calm)
     assert_same_training(run, calm, **loose(job))
     assert_nothing_stale(run)
 

@@ -75,6 +75,27 @@ def test_gradients_are_those_of_the_pass_in_one(
     assert torch.equal(split.weight.main_grad, whole.weight.grad.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_with_several_uses_has_one_gradient_with_the_bits_of_the_pass_in_one(
+    linear: Any, dtype: torch.dtype
+) -> None:
+    totals = []
+    for function in linear:
+        layer = Layer(function, (4, 2), dtype, bias=False)
+        handed: list[torch.Tensor] = []
+        layer.item.accumulate = lambda parameter, gradient, handed=handed: handed.append(gradient)
+        with deferring(layer.item):
+            parts = []
+            for chunk in make((3, 4, 2, IN), dtype, 5).sub(0.5):
+                layer.entry = chunk.requires_grad_()
+                parts.append(layer.forward())
+            torch.cat(parts).backward(make((12, 2, OUT), dtype, 6).sub(0.5))
+        layer.item.run()
+        totals.append(handed or [layer.weight.grad])
+    (whole,), (split,) = totals
+    assert torch.equal(whole, split)
+
+
 @pytest.mark.parametrize("out", [24, 48, 64])
 def test_an_input_that_looks_transposed_is_multiplied_as_in_the_pass_in_one(linear: Any, out: int) -> None:
     """One sample of 32 tokens, as an embedding gives it: strides of a batch of one."""
