@@ -164,7 +164,7 @@ class Executor:
                 stale = self._rebuild(plan, version, parameters_too=not beside)
                 if not beside:
                     self._fill(store, version, stale)
-                self._rewind(version)
+                self._rewind(version, behind=base is None)
                 self._tell_history(base_plan, plan)
             else:
                 self._load(plan, store, settlement.checkpoint)
@@ -185,9 +185,6 @@ class Executor:
         else:
             state.fitted = None
             self._pool.forget_copies()
-            if state.captures:  # from the start of its last step this worker counts what it misses, if it gets a seat
-                self._host.rewind(state.captures[max(state.captures)])
-                state.captures.clear()
         state.stores[plan.epoch] = (plan, store)
         state.live = version if store is not None else None
         if store is not None:
@@ -408,9 +405,18 @@ class Executor:
         self._host.sync_parameters()
         self._state.gathered = version
 
-    def _rewind(self, version: int) -> None:
-        if version in self._state.captures:
-            self._host.rewind(self._state.captures[version])
+    def _rewind(self, version: int, *, behind: bool = False) -> None:
+        """Take what the host counts to the version. ``behind``: this worker had no seat in the layout that the state
+        is taken from, so it counts what it has missed from the start of its last step. Not before that is sure: where
+        the recovery that took its seat is cut short, that step is as finished as for all others.
+        """
+        captures = self._state.captures
+        if behind and captures:
+            self._host.rewind(captures[max(captures)])
+            captures.clear()
+            self._host.catch_up(version)
+        elif version in captures:
+            self._host.rewind(captures[version])
         else:  # this worker had not yet entered that step, or had no seat
             self._host.catch_up(version)
 

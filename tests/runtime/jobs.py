@@ -380,6 +380,8 @@ class ToyWorker:
         self.parameters = self.expected_parameters(self.job.plan, 0)
         """Of all layers of the stage, one after the other."""
         self.step = 0
+        self.tally = 0
+        """Grows with every step, but who had no seat in one has to be told how: stands for a loss scaler's state."""
 
     def members(self, plan: ElasticPlan) -> tuple[int, ...]:
         seat = plan.placement.seat(self.id)
@@ -468,7 +470,7 @@ class ToyWorker:
         if not self.job.lazy:
             self.sync_parameters()
         self.communicator.barrier()  # stands for what ends Megatron's step
-        self.step = step + 1
+        self.step, self.tally = step + 1, self.tally + 1
         self.strike(step, "stepped", None)
         return step
 
@@ -575,8 +577,8 @@ class ToyWorker:
         self._cast()
 
     def conclude_step(self, step: int, captured: object, update: Update) -> int:
-        assert captured == step == update.step
-        self.step = step + 1
+        assert isinstance(captured, tuple) and captured[0] == step == update.step
+        self.step, self.tally = step + 1, captured[1] + 1
         return step
 
     def update_settings(self) -> object:
@@ -636,21 +638,22 @@ class ToyWorker:
         return self.gathered and (in_step or not self.job.lazy)
 
     def capture(self) -> object:
-        return self.step
+        return self.step, self.tally
 
     def rewind(self, captured: object) -> None:
-        assert isinstance(captured, int)
-        self.step = captured
+        assert isinstance(captured, tuple)
+        self.step, self.tally = captured
 
     def catch_up(self, step: int) -> None:
         assert step >= self.step
         self.step = step
 
     def read_history(self) -> list[int]:
-        return [self.step]
+        return [self.step, self.tally]
 
     def write_history(self, history: Sequence[int]) -> None:
-        assert list(history) == [self.step]
+        step, self.tally = history
+        assert step == self.step
         self.told.append(self.step)
 
     def missed_step(self, step: int, update: Update | None) -> int:
@@ -662,7 +665,7 @@ class ToyWorker:
         assert self.checkpoint is None or step >= self.checkpoint
         self.loaded.append(step)
         self.shard.copy_(self.expected_shard(self.session.plan, step))
-        self.step = step
+        self.step = self.tally = step
         self._cast()
 
     def inspect(self) -> Inspection:
@@ -687,7 +690,7 @@ class ToyWorker:
             counters=Counters(
                 consumed_samples=self.step * 8,
                 schedule_samples=self.step * 8,
-                loss_scale=0,
+                loss_scale=self.tally,
                 optimizer_steps=updates,
                 streams=0,
             ),

@@ -98,3 +98,21 @@ def test_a_spare_that_was_idle_for_steps_gets_a_seat_and_its_loop_catches_up(tmp
         assert idle.steps_run[-2:] == [6, 7] and idle.unsaved == []
         assert dict(idle.evaluated).keys() == {6}, "the evaluation of step 2 was over when it came back"
         assert dict(job.workers[2].evaluated).keys() == {2, 6} and job.workers[2].saved == [3, 5]
+
+
+@both_modes
+@pytest.mark.parametrize("place", ["recovery", "recovery-restore", "recovery-rebuild", "recovery-verify"])
+def test_a_worker_that_a_recovery_left_without_a_seat_has_one_again_when_that_is_cut_short(
+    place: str, mode: SnapshotMode, tmp_path: Path
+) -> None:
+    """Worker 2 is lost, so its mate 3 has no seat, until worker 1 is lost too: then it joins 0, after the same step."""
+    with job_of(tmp_path, stages=1, rows=3, lanes=2, mode=mode) as job:
+        job.workers[2].hooks["optimizer", 4] = job.workers[2].vanish
+        for step in (3, 4, 5):  # or the next one, where all have come to it
+            job.workers[1].hooks[place, step] = job.workers[1].vanish
+        job.run(steps=STEPS)
+        check_end(job, STEPS)
+        assert job.plans[1].placement.spares == (3,)
+        assert job.plans[2].placement.describe() == "stage 0: [0,3] [4,5]"
+        assert [worker.told for worker in job.workers] == [[]] * 6
+        assert {job.workers[worker].tally for worker in job.survivors} == {STEPS}
