@@ -42,6 +42,8 @@ class Dialler:
         self._missing = {key: self._began_s + OFFER_AFTER_S if own < key[0] else 0.0 for key in wanted}
         """Keys without a link, with the time from when on they may be dialled."""
         self._dials: dict[int, Dial] = {}
+        self._claimed_s = self._began_s
+        """When missing keys were last looked through: who was too early then is waited for, however late it is now."""
         self._first_s: dict[Key, float] = {}
         """When each key was dialled first."""
         self._limit_s = math.inf if limit_s is None else limit_s
@@ -103,7 +105,7 @@ class Dialler:
         """Begin to dial what nobody dials yet."""
         table, owner = self._table, self._table.owner
         own = {_key_of(dial) for dial in self._dials.values()}
-        now = time.monotonic()
+        now = self._claimed_s = time.monotonic()
         for key, begin_s in self._missing.items():
             peer, channel = key
             address = table.address_of(peer, channel)  # raises when the peer is lost
@@ -178,7 +180,7 @@ class Dialler:
     def _next_ms(self) -> int | None:
         """Until a dial is to be tried again, or given up."""
         now = time.monotonic()
-        limits = [self._began_s + self._limit_s, *(begin_s for begin_s in self._missing.values() if begin_s > now)]
+        limits = [self._began_s + self._limit_s, *(s for s in self._missing.values() if s > self._claimed_s)]
         for dial in self._dials.values():
             limits.append(self._limit_of(dial) if dial.retry_s is None else dial.retry_s)
         first_s = min(limits)

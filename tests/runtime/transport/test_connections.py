@@ -122,6 +122,21 @@ def test_a_link_is_offered_before_its_peer_knows_our_address(tmp_path: Path) -> 
         assert got == data(10)
 
 
+def test_an_offer_whose_time_comes_between_looking_and_waiting_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    next_ms = dialler.Dialler._next_ms
+
+    def late(of: dialler.Dialler) -> int | None:
+        time.sleep(2 * dialler.OFFER_AFTER_S)
+        return next_ms(of)
+
+    monkeypatch.setattr(dialler.Dialler, "_next_ms", late)
+    with transports(2, tmp_path) as made:
+        in_thread(lambda: made[0].open_links([(1, CHANNEL)]))()
+        check_one_link_per_channel(made, [CHANNEL])
+
+
 def test_an_offer_that_crosses_a_dial_which_then_ends_is_made_again(tmp_path: Path) -> None:
     """The higher side says that it is dialling, and stops; the lower one must not wait for ever."""
     with transports(2, tmp_path) as made:
