@@ -32,6 +32,11 @@ FIRST_FREE = 1 << 40
 _HASHED = 1 << 31
 
 
+def channels_of_group(channel: int) -> tuple[int, ...]:
+    """All that a group whose channel this is may use."""
+    return (channel, channel + POINT_TO_POINT, channel + INTRODUCTION, channel + PAIR_INTRODUCTION)
+
+
 def related_to(channel: int) -> tuple[int, ...]:
     """Whose users may wait for a worker whose epoch ended on this one: a group's collectives and point-to-point."""
     if 0 <= channel < POINT_TO_POINT:

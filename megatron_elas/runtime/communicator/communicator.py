@@ -12,7 +12,13 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_elas.runtime.communicator import torch_tables
 from megatron_elas.runtime.communicator.accelerators.accelerator import Accelerator
 from megatron_elas.runtime.communicator.accelerators.group import DeviceProcessGroup
-from megatron_elas.runtime.communicator.channels import FIRST_FREE, POINT_TO_POINT, channel_of, related_to
+from megatron_elas.runtime.communicator.channels import (
+    FIRST_FREE,
+    POINT_TO_POINT,
+    channel_of,
+    channels_of_group,
+    related_to,
+)
 from megatron_elas.runtime.communicator.membership import DEFAULT_GROUP, Membership
 from megatron_elas.runtime.communicator.neighbours import neighbours
 from megatron_elas.runtime.communicator.process_group import ElasticProcessGroup
@@ -344,12 +350,15 @@ class Communicator:
         self._transport.open_links(wanted, limit_s)
 
     def _close_unused_links(self) -> None:
-        """Close the links of groups that no operation will use after an edit; others than groups' stay."""
+        """Close the links of groups that no operation will use after an edit; others than groups' stay.
+
+        Those that one will use may be here already: a member that is ahead has opened them.
+        """
         used = {
             (peer, channel)
             for group in self.groups
             if group.group_name not in self._views
-            for channel in (group.channel, group.channel + POINT_TO_POINT)
+            for channel in channels_of_group(group.channel)
             for peer in group.members
         }
         self._transport.keep_links(lambda peer, channel: channel >= FIRST_FREE or (peer, channel) in used)

@@ -25,7 +25,7 @@ from tests.runtime.workers import introduce
 DEVICE = torch.device("meta", 0)
 """Stands for the accelerator: its tensors have shapes and no memory."""
 
-JOIN_S = 20.0
+JOIN_S = 60.0
 
 
 class NcclOnMeta(NcclDriver):

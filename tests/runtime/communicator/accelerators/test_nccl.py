@@ -19,6 +19,7 @@ from megatron_elas.runtime.communicator.accelerators.failures import Failure
 from megatron_elas.runtime.communicator.accelerators.group import DeviceProcessGroup
 from megatron_elas.runtime.communicator.accelerators.nccl import WATCHDOG_OFF, NcclDriver
 from megatron_elas.runtime.communicator.accelerators.rendezvous import Meeting
+from megatron_elas.runtime.communicator.channels import INTRODUCTION
 from megatron_elas.spec.errors import EpochChanged, PeerLost
 from tests.runtime.communicator.accelerators.fakes import FakeNccl, Record, nccl_of
 from tests.runtime.communicator.accelerators.job import DEVICE, Member, on_device, running
@@ -359,6 +360,8 @@ def test_groups_that_become_one_do_not_take_their_parts_for_the_whole(tmp_path: 
         def fuse(member: Member) -> None:
             member.groups["one"] = next(iter(member.groups.values()))
             member.groups["one"].edit(member.groups["one"].members, channel)
+            if member.worker == 3:  # the others are ahead, and one of them has begun to meet it
+                wait_until(lambda: (0, channel + INTRODUCTION) in member.transport._links)
             member.change(1, {"one": [0, 1, 2, 3]})
             member.all_reduce("one")
 
