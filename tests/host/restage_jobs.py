@@ -119,6 +119,7 @@ class SessionStandIn:
         elif step + 1 in self._plans:
             self.host.prebuild(self._plans[step + 1])
         self.plan = self.attachment.route.plan
+        self._captured = self.host.capture()
         begin_s = time.monotonic()
         outcome = body(step)
         self._told.times[step] = begin_s, time.monotonic()
@@ -127,6 +128,9 @@ class SessionStandIn:
         self._told.seats.append((seat.stage, seat.lane))
         self._told.samples[step] = {seat.stage: list(self.attachment.samples)}
         return outcome
+
+    def captured(self, step: int) -> object:
+        return self._captured
 
     def run_between(self, body: Callable[[], Any], optional: Any = None) -> Any:
         self.host.begin_activity(self._activity)
