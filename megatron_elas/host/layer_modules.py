@@ -22,6 +22,13 @@ _SET_IN_USE = frozenset(
 """Attributes of parameters that DDP and optimizer set."""
 
 
+def keeps_layers(model: Sequence[Any]) -> bool:
+    """Whether layers that stay keep their parameters' values when others come and go."""
+    return all(
+        any(isinstance(child, transformer_block.TransformerBlock) for child in _unwrap(ddp).children()) for ddp in model
+    ) and all(_are_movable(block) for block in _blocks(model))
+
+
 def layers_of(model: Sequence[Any]) -> dict[int, torch.nn.Module]:
     """The layers by number, from 1; none if those of a block may be tied to their place."""
     blocks = list(_blocks(model))

@@ -7,7 +7,7 @@ under 0.1 ms, no parameter moves, and nothing that holds a reference to the mode
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,15 @@ def clear_communication(model: Sequence[Any]) -> None:
         bucket_group.param_gather_dispatched = False
         bucket_group.is_last_microbatch = True
         bucket_group.per_param_grad_ready_counts = {}
+
+
+def gather_parameters(model: Sequence[Any], names: Collection[str]) -> None:
+    """All-gather the buckets in which parameters of these global names are, and wait for them."""
+    wanted = {param for name, param in named_parameters(model) if name in names}
+    for ddp in model:
+        for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
+            if any(param in wanted for bucket in group.buckets for param in bucket.params_list):
+                ddp._start_bucket_group_param_sync(group, force_sync=True)
 
 
 def named_parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +20,18 @@ from megatron_elas.host.gradient_sums import Captured as CapturedSums
 from megatron_elas.host.gradient_sums import GradientSums
 from megatron_elas.host.groups import plan_groups, write_globals
 from megatron_elas.host.inspection import Inspector
+from megatron_elas.host.layer_modules import keeps_layers
 from megatron_elas.host.log_handover import Log
 from megatron_elas.host.loss_scale import LossScale, read_loss_scale, write_loss_scale
 from megatron_elas.host.losses import sum_losses
-from megatron_elas.host.model import bucket_groups_of, clear_communication, fit_buffers, named_parameters, sum_gradients
+from megatron_elas.host.model import (
+    bucket_groups_of,
+    clear_communication,
+    fit_buffers,
+    gather_parameters,
+    named_parameters,
+    sum_gradients,
+)
 from megatron_elas.host.one_thread import one_thread
 from megatron_elas.host.optimizer import OptimizerFactory, ShardAccess
 from megatron_elas.host.pipeline import Route, RoutedPipeline
@@ -93,6 +101,8 @@ class MegatronHost:
         """What the model holds; None while it is being made anew."""
         self._num_stages = route.plan.placement.num_stages
         """Of the plan that the model was made for."""
+        self._planned: tuple[ElasticPlan, dict[str, GroupMembers]] | None = None
+        """The members of all groups, of the plan that was asked for last."""
         self._model = model
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -237,7 +247,12 @@ class MegatronHost:
 
     def plan_groups(self, plan: ElasticPlan) -> dict[str, GroupMembers]:
         """See Host."""
-        return plan_groups(self._communicator.groups, self._initial, plan.placement, self._worker)
+        groups = self._communicator.groups
+        planned, members = self._planned or (None, {})
+        if planned is not plan or list(members) != [group.group_name for group in groups]:
+            members = plan_groups(groups, self._initial, plan.placement, self._worker)
+            self._planned = plan, members
+        return members
 
     def follow_groups(self, plan: ElasticPlan) -> None:
         """See Host."""
@@ -317,6 +332,7 @@ class MegatronHost:
             return True
         (start, stop), (first, last) = plan.part_of(self._worker).layers, self._part.layers
         coming = [layer + 1 for layer in range(start, stop) if not first <= layer < last]
+        self.plan_groups(plan)
         with self._muted():
             return self._models.make_ahead(self._model, coming, most)
 
@@ -350,10 +366,13 @@ class MegatronHost:
         if machine.state in (RerunState.INITIAL_RUN, RerunState.RERUNNING_IN_PLACE):
             machine.state = RerunState.NOT_RUNNING_YET
 
-    def sync_parameters(self) -> None:
+    def sync_parameters(self, names: Collection[str] | None = None) -> None:
         """See Host."""
-        for ddp in self._model:
-            ddp.start_param_sync(force_sync=True)
+        if names is None or get_args().overlap_param_gather or not keeps_layers(self._model):
+            for ddp in self._model:
+                ddp.start_param_sync(force_sync=True)
+        elif names:
+            gather_parameters(self._model, names)
 
     def has_gathered(self, *, in_step: bool) -> bool:
         """See Host."""

@@ -11,11 +11,13 @@ recovery starts from there.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from megatron_elas.runtime.communicator.membership import Membership
 from megatron_elas.runtime.ports import Control, FaultPoint, Groups, Host, Migration, Order
@@ -27,14 +29,14 @@ from megatron_elas.runtime.streaming import Streaming
 from megatron_elas.runtime.transport.base import Transport
 from megatron_elas.runtime.verification.checks import BEFORE_FORWARD
 from megatron_elas.runtime.verification.inspection import Inspection
-from megatron_elas.runtime.verification.rows import Sums
+from megatron_elas.runtime.verification.rows import Row, Sums
 from megatron_elas.runtime.verification.verify import Copy, Evidence, verify
 from megatron_elas.spec.catalogue import Catalogue, StageContents
 from megatron_elas.spec.errors import EpochChanged, StateInvalid
 from megatron_elas.spec.migration import MIGRATION_PHASES, MigrationReport
 from megatron_elas.spec.moves import Move
 from megatron_elas.spec.plan import ElasticPlan, Settlement
-from megatron_elas.spec.remap import keeps_model
+from megatron_elas.spec.remap import keeps_model, lacking_parameters
 from megatron_elas.spec.report import RecoveryReport
 
 
@@ -58,6 +60,13 @@ class Arrived:
     background_s: float
 
 
+class _Looked(NamedTuple):
+    """What this worker has to show, and to tell of it."""
+
+    evidence: Evidence
+    row: Row
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Remap:
     """State that is on its way under the plan in force, while the step that needs it last runs already."""
@@ -70,8 +79,8 @@ class _Remap:
     base: ShardStore | None
     borrowed: tuple[tuple[int, int], ...]
     """See ``Evidence``."""
-    inspection: Future[Inspection] | None = None
-    """Under way beside the step; None: it is made when it is needed."""
+    looked: Future[_Looked] | None = None
+    """Under way beside the step; None: the state is looked at when that is needed."""
 
 
 class Executor:
@@ -228,6 +237,7 @@ class Executor:
         state, plan = self._state, order.plan
         assert state.live is not None
         version, base_plan, base, worker = state.live, state.plan, state.store, state.worker
+        whole = self._host.has_gathered(in_step=False)
         marks = [time.monotonic()]
         self._strike(version, "migrate-switch", None)
         self._groups.drain()
@@ -264,19 +274,20 @@ class Executor:
             self._host.clear_step()
             self._groups.open_links()
             marks.append(time.monotonic())
-            self._pool.renew(store, version)
             self._strike(version, "migrate-rebuild", None)
             stale = self._rebuild(plan, version, parameters_too=True)
             if stale:
                 self._host.write_shard(store.own.get(version))
             self._rewind(version)
             marks.append(time.monotonic())
-            self._host.sync_parameters()
+            self._host.sync_parameters(lacking_parameters(state.catalogue, base_plan, plan, worker) if whole else None)
             state.gathered = None if stale else version  # what was written is not compared yet
+            # From here on all that the first step under the plan waits for at its end goes beside its passes.
+            self._pool.renew(store, version)
+            looked = self._pool.beside(functools.partial(self._look, plan, store, version, restoring.sent))
             self._remap = _Remap(
-                plan=plan, store=store, restoring=restoring, write=False, base=base, borrowed=(),
-                inspection=self._pool.beside(self._host.inspect),
-            )  # fmt: skip
+                plan=plan, store=store, restoring=restoring, write=False, base=base, borrowed=(), looked=looked
+            )
             state.live = version
         state.stores[plan.epoch] = (plan, store)
         marks.append(time.monotonic())
@@ -320,8 +331,8 @@ class Executor:
         version, state.gathered = state.live, None
         if remap.write:
             self._host.write_shard(remap.store.own.get(version))
-        inspection = None if remap.inspection is None else remap.inspection.result()
-        self._verify(remap.plan, remap.store, version, remap.restoring.sent, remap.base, remap.borrowed, inspection)
+        looked = None if remap.looked is None else remap.looked.result()
+        self._verify(remap.plan, remap.store, version, remap.restoring.sent, remap.base, remap.borrowed, looked)
         state.gathered = version
         self._remap = None
         return Arrived(moved_bytes=remap.restoring.moved_bytes, background_s=took_s)
@@ -329,8 +340,8 @@ class Executor:
     def abandon(self) -> None:
         """The membership has ended and nothing is in flight: a layout that is not complete is not held."""
         if self._remap is not None:
-            if self._remap.inspection is not None:
-                self._remap.inspection.result()
+            if self._remap.looked is not None:
+                self._remap.looked.exception()  # waits; copies that it waited for may have been cut short
             del self._state.stores[self._remap.plan.epoch]
             self._state.live = None
             self._remap = None
@@ -479,6 +490,15 @@ class Executor:
             mirrors=mirrors,
         )
 
+    def _look(
+        self, plan: ElasticPlan, store: ShardStore, version: int, sent: Sums | None, wait: Callable[[], float]
+    ) -> _Looked:
+        """On the thread that follows, after a migration: all that ``_verify`` compares, but for the exchange."""
+        inspection = self._host.inspect()
+        wait()
+        evidence = self._evidence(plan, version, store=store, sent=sent, inspection=inspection)
+        return _Looked(evidence, evidence.row(plan))
+
     def _verify(
         self,
         plan: ElasticPlan,
@@ -487,7 +507,7 @@ class Executor:
         sent: Sums | None,
         base: ShardStore | None,
         borrowed: tuple[tuple[int, int], ...],
-        inspection: Inspection | None = None,
+        looked: _Looked | None = None,
     ) -> None:
         """Compare what must fit together across workers. Every seated worker calls it; it is also the barrier
         after which the new layout counts.
@@ -495,14 +515,16 @@ class Executor:
         Raises:
             VerificationFailed: Something does not fit.
         """
-        evidence = self._evidence(plan, version, store=store, sent=sent, borrowed=borrowed, inspection=inspection)
+        evidence, row = looked or (
+            self._evidence(plan, version, store=store, sent=sent, borrowed=borrowed), None,
+        )  # fmt: skip
 
         def drop(owner: int) -> None:
             for copies in (store.wards.get(owner), None if base is None else base.wards.get(owner)):
                 if copies is not None:
                     copies.forget_after(version - 1)
 
-        verify(plan, evidence, self._groups.all_gather_rows, drop)
+        verify(plan, evidence, self._groups.all_gather_rows, drop, row=row)
 
 
 def _replaceable(

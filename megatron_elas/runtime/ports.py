@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -118,8 +118,10 @@ class Host(Protocol):
     def clear_step(self) -> None:
         """Forget what a cancelled activity left behind in buffers, handles and timers."""
 
-    def sync_parameters(self) -> None:
-        """All-gather the parameters of the stage from their owners' slices."""
+    def sync_parameters(self, names: Collection[str] | None = None) -> None:
+        """All-gather the parameters of the stage from their owners' slices; with ``names``, which are the same on all
+        replicas, those at least.
+        """
 
     def has_gathered(self, *, in_step: bool) -> bool:
         """Whether all gathers of parameters since the last update are over and went well. The last update is that of a

@@ -5,6 +5,7 @@ After a loss only the copies that a backup lacks are sent: owners and backups fi
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -65,12 +66,11 @@ class Replicator:
         """Block until the last exchange is over. Gives the seconds it took; raises what it raised (EpochChanged,
         PeerLost).
         """
-        if self._latest is None:
-            return 0.0
-        self._latest.done.wait()
-        if self._latest.error is not None:
-            raise self._latest.error
-        return self._latest.took_s
+        return _wait_for(self._latest)
+
+    def waiter(self) -> Callable[[], float]:
+        """``wait`` for what is the last exchange now: on any thread, whatever begins or is drained meanwhile."""
+        return functools.partial(_wait_for, self._latest)
 
     def drain(self) -> None:
         """Block until no exchange is in flight, however it ended. Quick after a cancel."""
@@ -113,3 +113,12 @@ class Replicator:
         told = [Part(backup, memoryview(answer)) for backup, answer in answers.items()]
         self._transport.exchange(SNAPSHOTS, tag, tells, told)
         return [backup for backup, answer in answers.items() if answer == _MISSING]
+
+
+def _wait_for(latest: _Round | None) -> float:
+    if latest is None:
+        return 0.0
+    latest.done.wait()
+    if latest.error is not None:
+        raise latest.error
+    return latest.took_s

@@ -198,9 +198,13 @@ class SnapshotPool:
             mirrors[ward] = self._host.make_mirror(store.ward_layouts[ward], flat)
         return mirrors[ward]
 
-    def beside[R](self, work: Callable[[], R]) -> Future[R]:
-        """Begin something that reads the state, on the thread that follows: the wards' copies follow after it."""
-        return self._follower.submit(work)
+    def beside[R](self, work: Callable[[Callable[[], float]], R]) -> Future[R]:
+        """Begin something that reads the state, on the thread that follows: the wards' copies follow after it.
+
+        Args:
+            work: Is given what waits until whole copies that are on their way now have arrived, and raises as ``wait``.
+        """
+        return self._follower.submit(work, self._replicator.waiter())
 
     def settle_in(self, store: ShardStore) -> None:
         """A step has been finished under the store's layout: let go of what only a way back would need."""

@@ -31,6 +31,25 @@ def keeps_model(base: ElasticPlan, plan: ElasticPlan, worker: int) -> bool:
     return base.part_of(worker) == plan.part_of(worker)
 
 
+def lacking_parameters(catalogue: Catalogue, base: ElasticPlan, plan: ElasticPlan, worker: int) -> frozenset[str]:
+    """Names of what the model of a worker with a seat holds under the later plan, but for what it and all its replicas
+    held before in the same lane. The same for all replicas.
+    """
+    seat = plan.placement.seat(worker)
+    replicas = plan.placement.replicas(seat.stage, seat.lane)
+    if all(keeps_model(base, plan, replica) for replica in replicas):
+        return frozenset()
+    names = {parameter.name for parameter in catalogue.parameters(plan, seat.stage)}
+    kept = set(names)
+    for replica in replicas:
+        before = base.placement.find_seat(replica)
+        if before is None or before.lane != seat.lane:
+            kept.clear()
+        else:
+            kept &= {parameter.name for parameter in catalogue.parameters(base, before.stage)}
+    return frozenset(names - kept)
+
+
 def plan_remap(
     catalogue: Catalogue, base: ElasticPlan, plan: ElasticPlan, holders: Mapping[int, int]
 ) -> tuple[Move, ...]:

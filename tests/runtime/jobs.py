@@ -11,7 +11,7 @@ import functools
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -351,6 +351,8 @@ class ToyWorker:
     hears_from: int = 0
     """The step before which this worker hears of no migration."""
     prebuilt: list[int] = field(default_factory=list)
+    asked: list[Collection[str]] = field(default_factory=list)
+    """Of every gather of some parameters: which."""
     """Epochs of plans that it was told to make ready for."""
     hooks: dict[tuple[str, int], Callable[[], None]] = field(default_factory=dict)
     """By (phase, step), or (phase, epoch) of a recovery: called when this worker is there, once."""
@@ -601,7 +603,9 @@ class ToyWorker:
         self.shard = torch.full((self.layout(plan).flat_numel,), float("nan"))
         first, last = plan.layers_of(self.id)
         if plan.layers_of(self.id) != self.fitted:
-            self.parameters = torch.full(((last - first) * NUMEL,), float("nan"))
+            kept = dict(zip(range(*self.fitted), self.parameters.split(NUMEL), strict=True))
+            lacking = torch.full((NUMEL,), float("nan"))
+            self.parameters = torch.cat([kept.get(layer, lacking) for layer in range(first, last)])
             self.fitted = (first, last)
 
     def begin_activity(self, activity: int) -> None:
@@ -610,7 +614,9 @@ class ToyWorker:
     def clear_step(self) -> None:
         pass
 
-    def sync_parameters(self) -> None:
+    def sync_parameters(self, names: Collection[str] | None = None) -> None:
+        if names is not None:
+            self.asked.append(names)
         if self.communicator.silent:
             return
         catalogue, plan = make_catalogue(self.job.spec.num_layers), self.session.plan
@@ -631,7 +637,8 @@ class ToyWorker:
         for layout, output in zip(layouts.values(), outputs, strict=True):
             for piece, offset in zip(layout.pieces, layout.offsets(), strict=True):
                 start = (int(piece.name) - first) * NUMEL
-                self.parameters[start + piece.start : start + piece.stop] = output[offset : offset + piece.numel]
+                if names is None or piece.name in names:
+                    self.parameters[start + piece.start : start + piece.stop] = output[offset : offset + piece.numel]
         self.gathered = True
 
     def has_gathered(self, *, in_step: bool) -> bool:

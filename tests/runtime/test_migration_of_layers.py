@@ -129,6 +129,27 @@ def test_nothing_moves_where_only_items_change(mode: MigrationMode, lazy: bool, 
 
 
 @BOTH
+def test_only_parameters_are_gathered_that_not_all_replicas_had(mode: MigrationMode, tmp_path: Path) -> None:
+    """Two layers go from stage 1 to stage 0, then a cell of stage 2 goes to stage 1, which gets layer 5 too."""
+    with job_of(tmp_path, stages=3, rows=2, layers=(2, 4, 2), patterned=True, migration=mode, lazy=False) as job:
+        order_in(job, 1, lambda: job.migrate(spans(4, 2, 2)))
+        order_in(job, 9, lambda: job.migrate(spans(4, 3, 1), [(0, 1), (2, 3, 5), (4,)]))
+        job.run(steps=18)
+        check_end(job, 18)
+        check_copies(job, 18)
+        first, second = {"2", "3"}, {"4", "5", "6"}
+        asked = [[set(names) for names in worker.asked] for worker in job.workers]
+        assert asked == [
+            [first, set()],
+            [first, set()],
+            [set(), second],
+            [set(), second],
+            [set(), set()],
+            [set(), second],
+        ]
+
+
+@BOTH
 def test_a_drained_worker_gives_its_state_away_and_leaves(mode: MigrationMode, tmp_path: Path) -> None:
     with job_of(tmp_path, stages=2, rows=2, layers=(3, 3), patterned=True, migration=mode) as job:
         order_in(job, 1, lambda: job.migrate(spans(4, 2), [(0, 1), (3,)], drain=(2,)))

@@ -91,6 +91,7 @@ def verify(
     gather: Gather,
     drop: Callable[[int], None],
     checks: Collection[Check] = tuple(Check),
+    row: Row | None = None,
 ) -> None:
     """Compare all that must fit together. Called by every seated worker; also a barrier.
 
@@ -101,13 +102,15 @@ def verify(
         drop: Called with the owner of a copy kept here that is bad, or was used in vain while there is another one.
             Before anybody can have told the controller, who may end the epoch at once.
         checks: Which of the six; the same on all workers.
+        row: That of the evidence, where it was made before.
 
     Raises:
         VerificationFailed: Something does not fit; on all workers, with the same sentence.
     """
+    mine = evidence.row(plan) if row is None else row
     rows = {
         worker: Row.from_ints(plan, worker, numbers)
-        for worker, numbers in zip(plan.placement.workers, gather(evidence.row(plan).to_ints(plan)), strict=True)
+        for worker, numbers in zip(plan.placement.workers, gather(mine.to_ints(plan)), strict=True)
     }
     failures = [failure for failure in find_failures(plan, rows) if failure.check in checks]
     if not failures:
