@@ -146,8 +146,8 @@ def test_an_elastic_job_loads_the_checkpoint_of_another_split_and_moves_layers_t
     undisturbed: Callable[..., Run], warm: WarmLauncher, tmp_path: Path
 ) -> None:
     job, saves = TWO, tmp_path / "saves"
-    saving = ("--ckpt-format=torch_dist", "--save-interval=8", f"--save={saves}")
-    first = job.run(tmp_path / "first", warm, *asked(((2, 5),)), flags=saving, steps=8)
+    saving = ("--ckpt-format=torch_dist", "--save-interval=8", f"--save={saves}", "--exit-interval=8")
+    first = job.run(tmp_path / "first", warm, *asked(((2, 5),)), flags=saving)
     assert splits(first) == [(2, 5)] and first.code == 0, first.output[-8000:]
     run = job.run(tmp_path / "run", warm, *asked(((5, 2),), 9), flags=("--ckpt-format=torch_dist", f"--load={saves}"))
     calm = undisturbed(job)
