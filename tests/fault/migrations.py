@@ -89,14 +89,13 @@ class Job:
         flags: Sequence[str] = (),
         launcher_flags: Sequence[str] = BY_PROFILE,
         environ: Mapping[str, str] | None = None,
-        steps: int | None = None,
         timeout_s: float = 300,
     ) -> Run:
         """Train; ``asked`` as in ``asker.py``, ``folder`` is made and filled."""
         logs = folder / "logs"
         run = run_job(
             folder, (*self.flags, f"--elastic-migration={mode}", *flags), workers=self.workers, model=self.model,
-            faults=faults, steps=steps or self.steps, batch=self.batch, timeout_s=timeout_s, warm=warm,
+            faults=faults, steps=self.steps, batch=self.batch, timeout_s=timeout_s, warm=warm,
             launcher_flags=(*_PATIENCE, *launcher_flags, f"--log-dir={logs}"),
             environ={"ELAS_TEST_ASK": ";".join(asked), **(environ or {})},
         )  # fmt: skip
