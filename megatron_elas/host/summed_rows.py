@@ -13,12 +13,12 @@ from typing import Any
 from megatron_elas.host.attachment import Attachment, attachment
 
 SAVED_ROWS = "elas_summed_rows"
-"""Attribute of the arguments in a checkpoint: the number, and that of the batch's micro-batches."""
+"""Attribute of the arguments in a checkpoint: the number, and that of the batch's micro-batches; or None."""
 
 
-def rows_to_save(attached: Attachment) -> tuple[int, int]:
-    """For the checkpoint."""
-    return attached.summed_rows, attached.job.num_microbatches
+def rows_to_save(attached: Attachment) -> tuple[int, int] | None:
+    """For the checkpoint; None without fp16, whose losses are divided by no less than the whole batch."""
+    return (attached.summed_rows, attached.job.num_microbatches) if attached.job.fp16 else None
 
 
 def wrap_loaded_rows(original: Any) -> Any:
@@ -28,7 +28,7 @@ def wrap_loaded_rows(original: Any) -> Any:
     def check_checkpoint_args(checkpoint_args: Any, *args: Any, **kwargs: Any) -> None:
         original(checkpoint_args, *args, **kwargs)
         attached = attachment()
-        rows, num_microbatches = getattr(checkpoint_args, SAVED_ROWS, (0, 0))
+        rows, num_microbatches = getattr(checkpoint_args, SAVED_ROWS, None) or (0, 0)
         # A run with other batches is another one anyway, and other numbers may not divide.
         if attached.sums is None or not attached.job.fp16 or num_microbatches != attached.job.num_microbatches:
             return

@@ -42,6 +42,7 @@ def test_the_rows_of_the_run_that_saved_go_on(
         pytest.param(attached(2), checkpoint_of(attached(3, num_microbatches=18)), id="another-batch"),
         pytest.param(attached(2, bitwise=False), checkpoint_of(attached(3)), id="at-another-level"),
         pytest.param(attached(2, fp16=False), checkpoint_of(attached(3)), id="in-another-precision"),
+        pytest.param(attached(2), checkpoint_of(attached(1, fp16=False)), id="of-another-precision"),
         pytest.param(attached(2), checkpoint_of(attached(2)), id="the-same-rows"),
     ],
 )
