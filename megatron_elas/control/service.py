@@ -554,6 +554,9 @@ class ControlService:
         fault = check_injection(self._state, request.fault, self._health.step_of)
         if isinstance(fault, Answer):
             return fault
+        if fault.worker not in self._workers or self._hung_up[fault.worker].is_set():
+            text = f"worker {fault.worker} is not connected at the moment, so it cannot be told: ask again in a second"
+            return Answer(ok=False, text=text)
         self.apply(Inject(worker=fault.worker, fault=str(fault)))
         return Answer(ok=True, text=f"worker {fault.worker} will be struck: {fault}")
 

@@ -17,6 +17,7 @@ from megatron_elas.control.messages import (
     FaultFired,
     Finished,
     HelloAgain,
+    InjectRequest,
     KillWorker,
     Settled,
     Stalled,
@@ -34,7 +35,7 @@ from megatron_elas.control.wire import dial
 from megatron_elas.spec.errors import ExitCode
 from tests.control.jobs import make_hello, make_job, make_report
 from tests.control.served import TOKEN, WAIT_S, WELCOME, Served, joined, serving
-from tests.control.test_service import PATIENT, exited
+from tests.control.test_service import PATIENT, ask, exited
 
 JOB = make_job(pipeline=2, data=2)
 
@@ -108,6 +109,22 @@ def test_what_was_announced_while_there_was_no_connection_is_heard_later(way: th
         assert members[1].link.wait_quiesce(0, WAIT_S).epoch == 1
         assert members[1].quiesced.get(timeout=WAIT_S).epoch == 1
         assert set(served.state.roster.lost) == {3}
+
+
+def test_a_fault_for_a_worker_that_cannot_be_told_is_refused(way: threading.Event) -> None:
+    fault = InjectRequest(fault="kill:worker=1@step=7,phase=forward")
+    with serving(4, timeouts=PATIENT) as served, joined(served, JOB) as members:
+        before = served.call(lambda: served.service._workers[1])
+        way.clear()
+        cut(served, 1)
+        wait_until(lambda: served.call(lambda: served.service._hung_up[1].is_set()))
+        answer = ask(served, fault)
+        assert not answer.ok and "worker 1 is not connected at the moment" in answer.text
+        assert served.state.roster.injected == ()
+        way.set()
+        wait_until(lambda: served.call(lambda: served.service._workers[1]) is not before)
+        assert ask(served, fault).ok
+        assert members[1].injected.get(timeout=WAIT_S) == fault.fault
 
 
 def test_a_worker_waits_at_its_end_until_its_last_words_were_noted(way: threading.Event) -> None:
