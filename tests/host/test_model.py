@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_elas.host.model import (
     buffers_of,
     clear_communication,
     fit_buffers,
+    gather_parameters,
     sum_gradients,
 )
 from megatron_elas.runtime.communicator.communicator import Communicator
@@ -194,3 +196,26 @@ def test_buffers_fit_fewer_replicas_with_other_ranks(count: int, lost: tuple[int
 
     half = {"least": 2, "most": 2, "count": 3 * WIDTH**2 // 2}
     assert run_workers(count, body) == [KILLED if worker in lost else half for worker in range(count)]
+
+
+def test_buckets_are_gathered_in_which_a_named_parameter_is_and_no_others() -> None:
+    layers = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in ("a", "b", "c", "d")})
+    of = {name: layer.weight for name, layer in layers.items()}
+    one, two, expert = (
+        SimpleNamespace(buckets=[SimpleNamespace(params_list=[of[name] for name in names]) for names in buckets])
+        for buckets in (["a", "b"], ["c"], ["d"])
+    )
+    gathered: list[Any] = []
+
+    def start(group: Any, *, force_sync: bool) -> None:
+        assert force_sync, "it is waited for"
+        gathered.append(group)
+
+    ddp = SimpleNamespace(
+        module=layers, bucket_groups=[one, two], expert_parallel_bucket_groups=[expert],
+        _start_bucket_group_param_sync=start,
+    )  # fmt: skip
+    for names, wanted in (({"b.weight"}, [one]), ({"c.weight", "d.weight"}, [two, expert]), ({"e.weight"}, [])):
+        gathered.clear()
+        gather_parameters([ddp], names)
+        assert gathered == wanted
