@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 
-from megatron_elas.cli.audit_comparison import Comparison, Side, compare, describe, describe_distances
+from megatron_elas.cli.audit_comparison import Comparison, Difference, Side, compare, describe, describe_distances
 from megatron_elas.cli.audit_files import AuditedRun, read_audit
 from megatron_elas.cli.text import format_pairs, format_ranges
 from megatron_elas.spec.errors import ExitCode
@@ -30,7 +31,7 @@ def run(flags: argparse.Namespace) -> int:
     """Read, compare and print. Raises BadUsage."""
     a, b = read_audit(flags.a), read_audit(flags.b)
     found = compare(a, b)
-    print(json.dumps(_facts(a, b, found), indent=1) if flags.json else describe_all(a, b, found))
+    print(json.dumps(_facts(a, b, found), indent=1, allow_nan=False) if flags.json else describe_all(a, b, found))
     return ExitCode.FINISHED if found.difference is None else DIFFERENT
 
 
@@ -66,7 +67,7 @@ def _facts(a: AuditedRun, b: AuditedRun, found: Comparison) -> dict[str, object]
         "kinds": list(found.kinds),
         "equal_steps": list(found.equal),
         "chain": found.chain,
-        "difference": None if found.difference is None else as_table(found.difference),
+        "difference": None if found.difference is None else _difference_facts(found.difference),
         "runs": [
             {
                 "folder": str(run.folder),
@@ -78,3 +79,11 @@ def _facts(a: AuditedRun, b: AuditedRun, found: Comparison) -> dict[str, object]
             for run in (a, b)
         ],
     }
+
+
+def _difference_facts(difference: Difference) -> dict[str, object]:
+    losses = {
+        name: [loss if math.isfinite(loss) else repr(loss) for loss in both]  # which JSON has no numbers for
+        for name, both in difference.losses.items()
+    }
+    return as_table(difference) | {"losses": losses}

@@ -162,6 +162,15 @@ def test_tensors_with_infinite_numbers_are_no_finite_number_apart(
     assert json.loads(diff(capsys, a, b, words=["--json"])[1])["difference"]["distance"] is None
 
 
+def test_a_loss_that_is_no_number_is_text_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    a, b = calm(tmp_path / "a"), calm(tmp_path / "b", losses={2: float("nan")})
+    facts = json.loads(diff(capsys, a, b, words=["--json"])[1], parse_constant=refuse)
+    assert facts["difference"]["losses"] == {"lm loss": [4.96875, "nan"]}
+
+
 def test_of_lanes_each_is_compared_on_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, flipped in (("a", set()), ("b", {(1, 6, 1)})):
         job = AuditedJob(folder=tmp_path / name, flipped=flipped)
