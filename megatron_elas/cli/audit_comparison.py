@@ -36,8 +36,12 @@ class Difference:
     place: Place
     what: str
     """The place in words, with its coordinates."""
+    manner: str
+    """``differs``, ``A only``, ``B only``, or ``size`` of a tensor that has other numbers of elements."""
     further: int
-    """Other tensors, samples or masks of the kind that differ in the step."""
+    """Other tensors, samples or masks of the kind that differ in the step, in any manner."""
+    alike: int
+    """Those of them that differ in the same manner."""
     others: tuple[str, ...]
     """Kinds after it that differ in the step too."""
     same: tuple[str, ...]
@@ -58,6 +62,8 @@ class Comparison:
 
     kinds: tuple[str, ...]
     """That both tell."""
+    compared: tuple[str, ...]
+    """Those of them of which there was something in a step: without dropout there are no masks."""
     final: int | None
     """The step that training has ended before, in one of the runs, so that only its state is told."""
     state: str
@@ -67,6 +73,10 @@ class Comparison:
     chain: str
     """Digest of what was told of these, the same for both."""
     difference: Difference | None
+    last: int | None
+    """The last step that both have losses of, if it is behind the one in which they part."""
+    last_losses: Mapping[str, tuple[float, float]]
+    """Of that step, in A and B."""
 
 
 def compare(a: AuditedRun, b: AuditedRun) -> Comparison:
@@ -94,14 +104,30 @@ def compare(a: AuditedRun, b: AuditedRun) -> Comparison:
     chain = ""
     difference = None
     equal = []
+    compared: set[str] = set()
     for step in steps:
         one, two = a.read_step(step), b.read_step(step)
+        compared.update(kind for kind in kinds if one.values.get(kind) or two.values.get(kind))
         difference = _part(one, two, kinds)
         if difference is not None:
             break
         chain = _chain(one, kinds, chain)
         equal.append(step)
-    return Comparison(kinds=kinds, final=final, state=state, equal=tuple(equal), chain=chain, difference=difference)
+    last = None
+    if difference is not None and "losses" in kinds:
+        begin = difference.step
+        last = max((step for step in steps if step > begin and step not in (a.final, b.final)), default=None)
+    return Comparison(
+        kinds=kinds,
+        compared=tuple(kind for kind in kinds if kind in compared),
+        final=final,
+        state=state,
+        equal=tuple(equal),
+        chain=chain,
+        difference=difference,
+        last=last,
+        last_losses={} if last is None else _pair_losses(a.read_losses(last), b.read_losses(last)),
+    )
 
 
 def _chain(step: AuditedStep, kinds: tuple[str, ...], before: str) -> str:
@@ -132,19 +158,22 @@ def _part(a: AuditedStep, b: AuditedStep, kinds: tuple[str, ...]) -> Difference 
             others += [kind] if places else []
         elif places:
             found = kind, places
-        else:
+        elif a.values[kind]:
             same.append(kind)
     if found is None:
         return None
     kind, places = found
     place = places[0]
-    things = {_thing(kind, other) for other in places}
+    manners = {_thing(kind, other): _manner(kind, other, a, b) for other in reversed(places)}  # that of the first place
+    manner = manners.pop(_thing(kind, place))
     return Difference(
         step=a.step,
         kind=kind,
         place=place,
         what=_describe(kind, place, a, b),
-        further=len(things) - 1,
+        manner=manner,
+        further=len(manners),
+        alike=sum(other == manner for other in manners.values()),
         others=tuple(others),
         same=tuple(same),
         distance=relative_distance(a, b, kind, place[:2]) if kind in TENSORS else None,
@@ -179,14 +208,18 @@ def relative_distance(a: AuditedStep, b: AuditedStep, kind: str, tensor: Place |
 
 
 def _differing_losses(a: AuditedStep, b: AuditedStep) -> dict[str, tuple[float, float]]:
-    ours, theirs = (step.values.get("losses", {}) for step in (a, b))
+    ours, theirs = ({str(place[0]): loss for place, loss in step.values.get("losses", {}).items()} for step in (a, b))
+    return {name: both for name, both in _pair_losses(ours, theirs).items() if ours[name] != theirs[name]}
+
+
+def _pair_losses(ours: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, tuple[float, float]]:
+    """Of those that both have."""
     found = {}
-    for place in sorted(ours.keys() & theirs.keys()):
-        if ours[place] != theirs[place]:
-            try:
-                found[str(place[0])] = float.fromhex(ours[place]), float.fromhex(theirs[place])
-            except ValueError:  # workers of one run tell of different ones
-                continue
+    for name in sorted(ours.keys() & theirs.keys()):
+        try:
+            found[name] = float.fromhex(ours[name]), float.fromhex(theirs[name])
+        except ValueError:  # workers of one run tell of different ones
+            continue
     return found
 
 
@@ -229,6 +262,16 @@ def _order(place: Place) -> tuple[object, ...]:
 def _thing(kind: str, place: Place) -> Place:
     """What is counted: a tensor, not its ranges; a sample, not its readers."""
     return place[:2] if kind in TENSORS else place[1:] if kind == "samples" else place
+
+
+def _manner(kind: str, place: Place, a: AuditedStep, b: AuditedStep) -> str:
+    if kind in TENSORS:
+        counts = [step.counts.get((str(place[0]), int(place[1]))) for step in (a, b)]
+        if None not in counts and counts[0] != counts[1]:
+            return "size"
+    if place not in b.values[kind]:
+        return "A only"
+    return "differs" if place in a.values[kind] else "B only"
 
 
 def _side(step: AuditedStep, kind: str, place: Place) -> Side:
@@ -285,24 +328,36 @@ def describe(a: AuditedRun, b: AuditedRun, found: Comparison) -> str:
     until = describe_span(found.equal, found.state, found.final)
     difference = found.difference
     if difference is None:
-        return f"A and B are equal in {until}: {_join(found.kinds)}; chain {found.chain}"
+        return f"A and B are equal in {until}: {_join(found.compared)}; chain {found.chain}"
     at_end = difference.step == found.final
     where = found.state if at_end else f"step {difference.step}"
-    nouns = {"samples": "sample", "masks": "mask", "losses": "loss"}
-    more = ""
-    if difference.further:
-        more = f", as {'does' if difference.further == 1 else 'do'} "
-        noun = nouns.get(difference.kind, "tensor")
-        plural = noun + ("es" if noun == "loss" else "s")
-        more += f"{difference.further} more {noun if difference.further == 1 else plural}"
-    if difference.others:
-        more += (
-            f"{' and' if more else ', and so do'} {_join(difference.others)} of that {'state' if at_end else 'step'}"
-        )
+    more = _describe_further(difference, "state" if at_end else "step")
     equal = [until] if until else []
     equal += [f"{_join(difference.same)} of {where}"] if difference.same else []
     common = f"until then {' and the '.join(equal)} are equal" if equal else "nothing before it is in both audits"
     return f"A and B part in {where}: {difference.what}{more}; {common}"
+
+
+def _describe_further(difference: Difference, where: str) -> str:
+    """What else differs there; it may be none."""
+    others = f"{_join(difference.others)} of that {where}" if difference.others else ""
+    differs = difference.manner == "differs" and difference.kind != "losses"  # so ends what is said of the first
+    alike = difference.alike if differs or difference.manner.endswith("only") else 0
+    text = ""
+    if alike:
+        verbs = ("does", "do") if differs else ("is", "are")
+        text = f", as {verbs[alike > 1]} {_count_more(difference.kind, alike)}"
+    if rest := difference.further - alike:
+        text += f"; {_count_more(difference.kind, rest)} {'differs' if rest == 1 else 'differ'} otherwise"
+    elif others and differs:
+        return f"{text}{' and' if text else ', and so do'} {others}"
+    return f"{text}; {others} differ" if others else text
+
+
+def _count_more(kind: str, count: int) -> str:
+    noun = {"samples": "sample", "masks": "mask", "losses": "loss"}.get(kind, "tensor")
+    plural = noun + ("es" if noun == "loss" else "s")
+    return f"{count} more {noun if count == 1 else plural}"
 
 
 def _join(kinds: tuple[str, ...]) -> str:

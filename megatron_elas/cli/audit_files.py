@@ -103,6 +103,14 @@ class AuditedRun:
             text += f" ({'and ' if self.steps else ''}{format_ranges(self.unfinished)} without a line of {who})"
         return text
 
+    def read_losses(self, step: int) -> dict[str, str]:
+        """By name, of one of ``steps``, as written; several in one text where workers tell of different ones."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for line in self._lines[step].values():
+            for name, loss in line.losses.items():
+                found[name].add(str(loss))
+        return {name: " ".join(sorted(own)) for name, own in found.items()}
+
     def read_step(self, step: int) -> AuditedStep:
         """One of ``steps``, put together. Raises BadUsage when the parts do not make a whole."""
         lines = self._lines[step]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_elas.cli.audit_comparison import Comparison, Difference, Side, compare, describe, describe_distances
@@ -15,6 +16,8 @@ from megatron_elas.spec.tables import as_table
 
 DIFFERENT = 1
 """Exit code."""
+EXACT = ("samples", "masks")
+"""Kinds that no event may change at ``numerical``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +45,13 @@ def describe_all(a: AuditedRun, b: AuditedRun, found: Comparison) -> str:
     pairs = [(name, _describe_side(run, side)) for name, run, side in zip("AB", (a, b), sides, strict=True)]
     if difference is not None and (apart := describe_distances(difference)):
         pairs.append(("apart", apart))
+    if found.last_losses:
+        pairs.append(("later", _describe_last(found)))
+    if found.difference is not None and _may_be_rounding(a, b, found.difference):
+        pairs.append(
+            ("level", "both ran at 'numerical', where sums may round otherwise after an event or on another layout: "
+             "docs/consistency.md has the bound")
+        )  # fmt: skip
     missing = [kind for kind in dict.fromkeys((*a.kinds, *b.kinds)) if kind not in found.kinds]
     if missing:
         pairs.append(("left out", f"{', '.join(missing)}: only one of the runs tells them"))
@@ -50,6 +60,19 @@ def describe_all(a: AuditedRun, b: AuditedRun, found: Comparison) -> str:
             ("mind", f"A ran at '{a.level}' and B at '{b.level}': a run is compared with one at its own level")
         )
     return describe(a, b, found) + "\n" + format_pairs(*pairs)
+
+
+def _may_be_rounding(a: AuditedRun, b: AuditedRun, difference: Difference) -> bool:
+    """Samples and masks are the same at this level, and rounding takes nothing away."""
+    kinds = {difference.kind, *difference.others}
+    return a.level == b.level == "numerical" and difference.manner == "differs" and kinds.isdisjoint(EXACT)
+
+
+def _describe_last(found: Comparison) -> str:
+    parts = []
+    for name, (ours, theirs) in found.last_losses.items():
+        parts.append(f"the {name} is {ours!r} in " + ("both" if ours == theirs else f"A and {theirs!r} in B"))
+    return f"in step {found.last}, the last that both have, {'; '.join(parts)}"
 
 
 def _describe_side(run: AuditedRun, side: Side | None) -> str:
@@ -64,16 +87,19 @@ def _describe_side(run: AuditedRun, side: Side | None) -> str:
 def _facts(a: AuditedRun, b: AuditedRun, found: Comparison) -> dict[str, object]:
     return {
         "equal": found.difference is None,
-        "kinds": list(found.kinds),
+        "kinds": list(found.compared),
         "equal_steps": list(found.equal),
+        "final": found.final,
         "chain": found.chain,
         "difference": None if found.difference is None else _difference_facts(found.difference),
+        "last": None if found.last is None else {"step": found.last, "losses": _loss_facts(found.last_losses)},
         "runs": [
             {
                 "folder": str(run.folder),
                 "run": run.run,
                 "level": run.level,
                 "steps": list(run.steps),
+                "final": run.final,
                 "unfinished": list(run.unfinished),
             }
             for run in (a, b)
@@ -82,8 +108,9 @@ def _facts(a: AuditedRun, b: AuditedRun, found: Comparison) -> dict[str, object]
 
 
 def _difference_facts(difference: Difference) -> dict[str, object]:
-    losses = {
-        name: [loss if math.isfinite(loss) else repr(loss) for loss in both]  # which JSON has no numbers for
-        for name, both in difference.losses.items()
-    }
-    return as_table(difference) | {"losses": losses}
+    return as_table(difference) | {"losses": _loss_facts(difference.losses)}
+
+
+def _loss_facts(losses: Mapping[str, tuple[float, float]]) -> dict[str, object]:
+    """What JSON has no numbers for is text."""
+    return {name: [loss if math.isfinite(loss) else repr(loss) for loss in both] for name, both in losses.items()}

@@ -42,6 +42,8 @@ class AuditedJob:
     every: int = 1
     run: str = "job"
     kinds: Sequence[str] = KINDS
+    level: str = ""
+    dropout: bool = True
     planted: dict[tuple[int, str, str, int], float] = field(default_factory=dict)
     """What is added to an element: by step, kind, name and its index."""
     flipped: set[tuple[int, int, int]] = field(default_factory=set)
@@ -72,7 +74,7 @@ class AuditedJob:
 
     def _audit(self, worker: int) -> Audit:
         self.folder.mkdir(exist_ok=True)
-        return self.audits.setdefault(worker, Audit(self.folder, worker, self.every, self.run, self.kinds))
+        return self.audits.setdefault(worker, Audit(self.folder, worker, self.every, self.run, self.kinds, self.level))
 
     def _tell(self, plan: ElasticPlan, worker: int, step: int) -> None:
         audit, seat = self._audit(worker), plan.placement.seat(worker)
@@ -84,7 +86,7 @@ class AuditedJob:
                 read = self.data.get(sample, sample)
                 audit.observe_batch([sample], {"tokens": torch.full((1, 8), read), "mask": torch.ones(1, 1, 8, 8)})
         for layer in range(plan.layers[seat.stage][0] + 1, plan.layers[seat.stage][1] + 1):
-            for sample in mine:
+            for sample in mine if self.dropout else ():
                 mask = _random("mask", step, sample, layer, seat.lane, count=64) > 0
                 mask[5] ^= (step, sample, layer) in self.flipped
                 for recomputing in (False, True):

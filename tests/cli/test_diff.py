@@ -145,6 +145,75 @@ def test_how_far_the_runs_are_apart_is_told_with_both_losses(
     assert told in text and "the lm loss is 4.953125 in A and 5.203125 in B" in text, text
 
 
+@pytest.mark.parametrize("bare", ["A", "B"])
+def test_masks_that_one_run_only_has_are_in_it_and_what_follows_differs(
+    bare: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted = {(0, GRADIENTS, "output_layer.weight", 0): 1.0}
+    runs = {"A": calm(tmp_path / "a", dropout=bare != "A", level="numerical")}
+    runs["B"] = calm(tmp_path / "b", dropout=bare != "B", level="numerical", planted=planted, losses={0: 1.0})
+    code, text = diff(capsys, runs["A"], runs["B"])
+    assert code == 1
+    assert text.splitlines()[0] == (
+        f"A and B part in step 0: the mask of sample 0 in layer 0 (site 0, lane 0) is in {'AB'[bare == 'A']} only, as "
+        "are 7 more masks; gradients and losses of that step differ; until then samples, parameters, exp_avg and "
+        "exp_avg_sq of step 0 are equal"
+    )
+    assert "numerical'" not in text, "masks are no matter of rounding"
+
+
+def test_what_differs_otherwise_than_the_first_is_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = (AuditedJob(folder=tmp_path / name, kinds=["masks"]) for name in "ab")
+    one.run_steps([0])
+    two.flipped = {(0, 0, 1)}
+    two.run_steps([0], absent=[2, 3])
+    two.dropout = False
+    two.run_steps([0], absent=[0, 1])
+    facts = json.loads(diff(capsys, one.folder, two.folder, words=["--json"])[1])["difference"]
+    assert (facts["manner"], facts["further"], facts["alike"]) == ("differs", 4, 0)
+    sentence = diff(capsys, one.folder, two.folder)[1].splitlines()[0]
+    assert "(site 0, lane 0) differs; 4 more masks differ otherwise; nothing before it" in sentence
+
+
+def test_kinds_of_which_there_is_nothing_are_not_called_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = calm(tmp_path / "a", dropout=False), calm(tmp_path / "b", dropout=False)
+    text = diff(capsys, a, b)[1]
+    told = "samples, parameters, exp_avg, exp_avg_sq, gradients and losses; chain "
+    assert text.startswith(f"A and B are equal in steps 0-5 and the final state: {told}") and "left out" not in text
+    assert "masks" not in json.loads(diff(capsys, a, b, words=["--json"])[1])["kinds"]
+    c = calm(tmp_path / "c", dropout=False, losses={2: 1.0})
+    assert "exp_avg_sq and gradients of step 2 are equal" in diff(capsys, a, c)[1].splitlines()[0]
+
+
+def test_runs_that_part_say_what_their_level_allows_and_where_losses_have_come_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted = {(3, GRADIENTS, "output_layer.weight", 0): 1e-7}
+    a = calm(tmp_path / "a", level="numerical")
+    b = struck(tmp_path / "b", level="numerical", planted=planted, losses={5: 2.0**-20})
+    last = "later  in step 5, the last that both have, the lm loss is 4.921875 in A and 4.921875953674316 in B"
+    allowed = "level  both ran at 'numerical', where sums may round otherwise after an event or on another layout: "
+    lines = diff(capsys, a, b)[1].splitlines()
+    assert last in lines and f"{allowed}docs/consistency.md has the bound" in lines
+    facts = json.loads(diff(capsys, a, b, words=["--json"])[1])
+    assert facts["last"] == {"step": 5, "losses": {"lm loss": [4.921875, 4.921875 + 2.0**-20]}}
+    same = diff(capsys, a, calm(tmp_path / "c", level="numerical", planted=planted))[1]
+    assert "later  in step 5, the last that both have, the lm loss is 4.921875 in both\n" in same
+    for name, level, more in (("d", "bitwise", {}), ("e", "numerical", {"flipped": {(3, 13, 1)}})):
+        a, b = calm(tmp_path / f"{name}a", level=level), calm(tmp_path / name, level=level, planted=planted, **more)
+        assert "may round" not in diff(capsys, a, b)[1], name
+
+
+def test_json_tells_which_step_is_the_final_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rare = calm(tmp_path / "rare", steps=9, every=3)
+    facts = json.loads(diff(capsys, calm(tmp_path / "a"), rare, words=["--json"])[1])
+    assert (facts["final"], [run["final"] for run in facts["runs"]]) == (6, [6, 9]) and facts["last"] is None
+
+
 def test_where_only_losses_differ_both_are_in_the_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = calm(tmp_path / "a"), calm(tmp_path / "b", losses={2: 2.0**-20})
     text = diff(capsys, a, b)[1]
