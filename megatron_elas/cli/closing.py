@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_elas.cli.text import format_count
 from megatron_elas.control.commands import EndJob
 from megatron_elas.control.launch_options import LaunchOptions
@@ -20,13 +22,29 @@ def describe_end(end: EndJob, options: LaunchOptions) -> list[str]:
         return []
     lines = []
     if options.log_dir is not None:
-        lines.append(f"{_sum_up(end, options)}; output is in {options.log_dir}")
+        lines.append(f"{sum_up(end, options.launch.world_size)}; output is in {options.log_dir}")
     if end.unstruck:
-        faults = format_count(len(end.unstruck), "scripted fault")
-        lines.append(
-            f"{faults} never struck, as training, or the worker, did not come there: {', '.join(end.unstruck)}"
-        )
+        lines.append(describe_unstruck(end.unstruck))
     return lines
+
+
+def describe_unstruck(faults: Sequence[str]) -> str:
+    """Of the scripted faults that did not strike in a job that ended well."""
+    count = format_count(len(faults), "scripted fault")
+    return f"{count} never struck, as training, or the worker, did not come there: {', '.join(faults)}"
+
+
+def sum_up(end: EndJob, workers: int | None) -> str:
+    """Of a job that ended well. ``workers`` is how many it had; None where that is not known."""
+    facts = [f"{format_count(end.steps, 'step')} done"] if end.steps else []
+    facts += [f"{_count_of(end.lost, workers)} lost"] if end.lost else []
+    facts += [f"{_count_of(end.drained, workers)} drained"] if end.drained else []
+    facts += ["no worker lost"] if end.steps and not end.lost else []
+    return f"finished: {', '.join(facts)}" if facts else "finished"
+
+
+def _count_of(count: int, workers: int | None) -> str:
+    return format_count(count, "worker") if workers is None else f"{count} of {format_count(workers, 'worker')}"
 
 
 def _name_log(end: EndJob, options: LaunchOptions) -> str:
@@ -37,12 +55,3 @@ def _name_log(end: EndJob, options: LaunchOptions) -> str:
     if end.worker in options.workers:
         return f", more in {options.log_dir / f'worker{end.worker}.log'}"
     return f", more in worker{end.worker}.log on node {options.launch.node_of(end.worker)}"
-
-
-def _sum_up(end: EndJob, options: LaunchOptions) -> str:
-    facts = [f"{format_count(end.steps, 'step')} done"] if end.steps else []
-    total = options.launch.world_size
-    facts += [f"{end.lost} of {format_count(total, 'worker')} lost"] if end.lost else []
-    facts += [f"{end.drained} of {format_count(total, 'worker')} drained"] if end.drained else []
-    facts += ["no worker lost"] if end.steps and not end.lost else []
-    return f"finished: {', '.join(facts)}" if facts else "finished"

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_elas.cli.chrome_trace import make_chrome_trace
-from megatron_elas.cli.report_facts import EpochFacts, JobLog, read_job_log
+from megatron_elas.cli.closing import describe_unstruck, sum_up
+from megatron_elas.cli.report_facts import EpochFacts, Event, JobLog, read_job_log
 from megatron_elas.cli.report_page import draw_page
 from megatron_elas.cli.text import format_count, format_pairs, format_span, format_table
+from megatron_elas.control.commands import EndJob
+from megatron_elas.control.step_log import ALL
 from megatron_elas.control.step_meter import format_time
 from megatron_elas.spec.errors import BadUsage, ExitCode
 from megatron_elas.spec.tables import as_table
@@ -88,14 +92,8 @@ def _find_folder(run_id: str | None) -> Path:
 
 
 def _describe_log(log: JobLog) -> str:
-    workers = {report.worker for report in log.reports}
-    steps = {report.step for report in log.reports}
     pairs = [("folder", str(log.folder))]
-    if steps:
-        reports, by = format_count(len(log.reports), "report"), format_count(len(workers), "worker")
-        pairs.append(("steps", f"{format_span(min(steps), max(steps))}: {reports} of {by}"))
-    else:
-        pairs.append(("steps", "none was measured"))
+    pairs.append(("steps", _describe_steps(log) if log.reports else "none was measured"))
     if log.traces:
         traced = " ".join(map(str, sorted({trace.step for trace in log.traces})))
         pairs.append(("traced", f"steps {traced}: --html draws them, --trace writes them for Perfetto"))
@@ -109,11 +107,39 @@ def _describe_log(log: JobLog) -> str:
     if log.end is None:
         pairs.append(("end", "none is logged: the job runs, or its launcher was killed"))
     else:
-        sentence = log.end.get("sentence")
-        pairs.append(("end", f"exit code {log.end.get('exit_code')}" + (f": {sentence}" if sentence else "")))
+        pairs += _describe_end(log.end)
     if log.earlier_runs:
         pairs.append(("left out", f"{format_count(log.earlier_runs, 'earlier run')} in the same folder"))
     return format_pairs(*pairs)
+
+
+def _describe_steps(log: JobLog) -> str:
+    steps, workers = {own.step for own in log.reports}, {own.worker for own in log.reports}
+    told, ran = len(log.reports), log.worker_steps
+    span, by = format_span(min(steps), max(steps)), format_count(len(workers), "worker")
+    if told >= ran:
+        return f"{span}: {format_count(told, 'report')} of {by}"
+    text = (
+        f"{span}: {told} of {format_count(ran, 'report')} of {by}; a heartbeat tells a worker's newest step only, and "
+        f"none that was cut"
+    )
+    by_epoch = Counter((own.epoch, own.worker) for own in log.reports)
+    return text + (f"; after {ALL} of an epoch one a minute is logged" if max(by_epoch.values()) >= ALL else "")
+
+
+def _describe_end(event: Event) -> list[tuple[str, str]]:
+    """As the terminal was told, see ``closing``; runs of older releases logged less."""
+    exit_code, sentence, worker = (event.get(name) for name in ("exit_code", "sentence", "worker"))
+    if sentence:
+        more = "" if worker is None else f", more in worker{worker}.log"
+        return [("end", f"{sentence} (exit code {exit_code}{more})")]
+    if exit_code != ExitCode.FINISHED:
+        return [("end", f"exit code {exit_code}")]
+    facts = {name: event[name] for name in ("steps", "lost", "drained") if name in event}
+    pairs = [("end", sum_up(EndJob(exit_code=ExitCode.FINISHED, sentence="", **facts), event.get("workers")))]
+    if unstruck := event.get("unstruck"):
+        pairs.append(("faults", describe_unstruck(unstruck)))
+    return pairs
 
 
 def _epochs(epochs: Sequence[EpochFacts]) -> str:

@@ -130,6 +130,18 @@ class JobLog:
         return tuple(_epoch_facts(epoch, by_epoch[epoch]) for epoch in sorted(by_epoch))
 
     @property
+    def worker_steps(self) -> int:
+        """Steps that the workers of each epoch have run, reported or not, as far as reports and events tell."""
+        resumed = {own.epoch: own.resume_step for own in self.recoveries}
+        resumed |= {own.epoch: own.resume_step for own in self.migrations}
+        total, until = 0, -1
+        for own in reversed(self.epochs):
+            begin = min(own.first_step, resumed.get(own.epoch, own.first_step))
+            total += own.workers * (max(own.last_step + 1, until) - begin)
+            until = begin
+        return max(total, len(self.reports))
+
+    @property
     def points(self) -> tuple[StepPoint, ...]:
         """Steps in order; one that was run in two epochs is there twice."""
         by_step: dict[tuple[int, int], list[StepReport]] = defaultdict(list)

@@ -107,7 +107,8 @@ class FirstNode:
             if agent is not None and agent.running and not agent.order_to_stop.done():
                 agent.stop(signal.SIGTERM)  # there is no controller that would say so
                 await agent.wait_idle()
-            self._log("end", {**dataclasses.asdict(end), "exit_code": int(end.exit_code)})
+            facts = dataclasses.asdict(end) | {"exit_code": int(end.exit_code), "workers": options.launch.world_size}
+            self._log("end", facts)
             return end
 
     def _make_keeper(self, listener: socket.socket, run_dir: Path) -> ControllerKeeper:

@@ -447,7 +447,7 @@ def test_a_recovery_is_logged_with_who_was_lost_and_where_the_others_are_now(tmp
     lost, event, end = read_events(tmp_path)
     [loss] = event["lost"]
     assert lost.items() >= {"event": "loss", "epoch": 0, **loss}.items() and lost["time_s"] > 0
-    assert end.items() >= {"event": "end", "exit_code": 0, "sentence": ""}.items()
+    assert end.items() >= {"event": "end", "exit_code": 0, "sentence": "", "lost": 1, "workers": 4}.items()
     assert loss == {
         "worker": 3, "stage": 1, "cell": 1, "lane": 0, "reason": "exited", "detail": "killed by SIGKILL"
     }  # fmt: skip

@@ -91,7 +91,7 @@ def test_every_epoch_is_compared_with_what_was_predicted_for_it(
     text = call(folder, capsys=capsys)
     assert re.search(r"^  0 +0-3 +4 +3 +102\.0 ms +100\.0 ms +1\.02 +50% 80% +25% 0% +2x1 2x2$", text, re.M)
     assert re.search(r"^  1 +4-7 +4 +2 +150\.0 ms +200\.0 ms +0\.75 ", text, re.M)
-    assert "steps   0-7: 20 reports of 3 workers\nend     exit code 0\n" in text
+    assert "steps   0-7: 20 reports of 3 workers\nend     finished\n" in text
 
 
 def test_an_epoch_without_a_prediction_or_measured_passes_has_no_ratio_and_no_shares(
@@ -121,7 +121,44 @@ def test_losses_that_ended_the_job_and_restarts_of_the_controller_are_told(
     text = call(str(write_log(tmp_path, None, [RECOVERY, restarted, spare, end])), capsys=capsys)
     assert "lost        and not recovered from: worker 5 (spare): exit code 9\n" in text
     assert "controller  restarted 1 time after step 5\n" in text
-    assert "end         exit code 3: too few workers are left\n" in text
+    assert "end         too few workers are left (exit code 3)\n" in text
+
+
+@pytest.mark.parametrize(
+    ("facts", "lines"),
+    [
+        ({"steps": 60, "lost": 1, "workers": 4}, ["end     finished: 60 steps done, 1 of 4 workers lost"]),
+        ({"steps": 60, "lost": 0, "workers": 4}, ["end     finished: 60 steps done, no worker lost"]),
+        ({"steps": 60, "lost": 1}, ["end     finished: 60 steps done, 1 worker lost"]),  # of an older release
+        ({"exit_code": 2, "sentence": "no", "worker": 1}, ["end     no (exit code 2, more in worker1.log)"]),
+        ({"exit_code": 5}, ["end     exit code 5"]),
+        (
+            {"steps": 60, "drained": 1, "workers": 4, "unstruck": ["kill:worker=3@step=90,phase=forward"]},
+            [
+                "end     finished: 60 steps done, 1 of 4 workers drained, no worker lost",
+                "faults  1 scripted fault never struck, as training, or the worker, did not come there: "
+                "kill:worker=3@step=90,phase=forward",
+            ],
+        ),
+    ],
+)
+def test_the_end_is_told_as_the_terminal_was_told(
+    facts: dict[str, Any], lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = call(str(write_log(tmp_path, None, [RECOVERY, END | facts])), capsys=capsys)
+    assert [line for line in text.splitlines() if line.startswith(("end ", "faults "))] == lines
+
+
+def test_steps_that_no_heartbeat_told_are_counted_as_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps 3 and 4, where an epoch ends and one begins, by nobody; step 2 by worker 0 only."""
+    told = [own for own in reports() if own.step not in (3, 4) and (own.step, own.worker) not in ((2, 1), (2, 2))]
+    text = call(str(write_log(tmp_path / "logs", told)), capsys=capsys)
+    line = "steps   0-7: 13 of 20 reports of 3 workers; a heartbeat tells a worker's newest step only, and none that "
+    assert line + "was cut\n" in text and "a minute" not in text
+    many = [report(0, 0, step, 0.1) for step in (*range(100), 180)]
+    text = call(str(write_log(tmp_path / "many", many, [])), capsys=capsys)
+    assert "steps   0-180: 101 of 181 reports of 1 worker; " in text
+    assert "none that was cut; after 100 of an epoch one a minute is logged\n" in text
 
 
 @pytest.mark.parametrize("ended", [True, False])
