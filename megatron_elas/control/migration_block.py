@@ -71,18 +71,21 @@ def show_migration(migration: Migration) -> ShowMigration:
     streamed, gradients, moved = (
         sum(getattr(report, name) for report in reports) for name in ("streamed_bytes", "gradient_bytes", "moved_bytes")
     )
+    kinds = ((streamed, "state"), (gradients, "gradients"))
+    streams = " and ".join(f"{size / 1e6:.1f} MB of {kind}" for size, kind in kinds if _shows(size))
+    streams += f" in {streamed_steps} step{'s' * (streamed_steps != 1)}" if streams else ""
     text = "\n".join(
         [
             f"---- migrated: epoch {after.epoch} " + "-" * 60,
             *([f"drained  {describe_workers(migration.leaving)}"] if migration.leaving else []),
             f"before   {before.describe()}",
             f"now      {after.describe()}",
-            f"moved    {', '.join(map(_describe_move, moves)) or 'no layer to another stage'}",
-            *([f"chosen   {forecast.removeprefix(', ')}"] if (forecast := describe_forecast(migration)) else []),
-            f"beside   {streamed / 1e6:.1f} MB of state and {gradients / 1e6:.1f} MB of gradients in {streamed_steps} "
-            f"step{'s' * (streamed_steps != 1)}, their exchanges {hand_over_s * 1e3:.1f} ms longer",
-            f"switched before step {slowest.step}, blocked {lengths['total']:.1f} ms, {moved / 1e6:.1f} MB moved then, "
-            f"verified in {verify_s * 1e3:.1f} ms of that step",
+            *([f"moved    {', '.join(map(_describe_move, moves))}"] if moves else []),
+            *([f"compared {forecast.removeprefix(', ')}"] if (forecast := describe_forecast(migration)) else []),
+            *([f"beside   {streams}, their exchanges {hand_over_s * 1e3:.1f} ms longer"] if streams else []),
+            f"switched before step {slowest.step}, blocked {lengths['total']:.1f} ms, "
+            f"{f'{moved / 1e6:.1f} MB moved then, ' if _shows(moved) else ''}verified in {verify_s * 1e3:.1f} ms of "
+            f"that step",
             *format_table(lengths, slowest.worker),
             RULE,
         ]
@@ -119,6 +122,11 @@ def describe_forecast(migration: Migration) -> str:
     if now is None or before is None:
         return ""
     return f", a step of {format_time(now)} predicted, and {format_time(before)} for the plan before by the same costs"
+
+
+def _shows(size: int) -> bool:
+    """Whether so many bytes are more than nothing in megabytes with one decimal."""
+    return size >= 50_000
 
 
 def _describe_move(move: Move) -> str:

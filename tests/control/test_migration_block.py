@@ -53,7 +53,7 @@ def test_the_block_says_what_moved_and_what_it_took() -> None:
         "before   stage 0 (layers 0-3): [0] [1] | stage 1 (layers 4-6): [2] [3] | stage 2 (layers 7-9): [4] [5]",
         "now      stage 0 (layers 0-4): [0] [1] | stage 1 (layers 5-6): [2] [3] | stage 2 (layers 7-9): [4]",
         "moved    layer 4 from stage 1 to 0",
-        "chosen   a step of 400.0 ms predicted, and 500.0 ms for the plan before by the same costs",
+        "compared a step of 400.0 ms predicted, and 500.0 ms for the plan before by the same costs",
         "beside   4.0 MB of state and 1.0 MB of gradients in 3 steps, their exchanges 4.0 ms longer",
         "switched before step 17, blocked 43.9 ms, 0.2 MB moved then, verified in 6.1 ms of that step",
         "ms       drain  assemble  groups  rebuild  gather  total",
@@ -67,6 +67,19 @@ def test_the_block_says_what_moved_and_what_it_took() -> None:
         1,
     )
     assert block.phases_ms["total"] == 43.9
+
+
+def test_what_is_nothing_is_left_out() -> None:
+    report = replace(REPORT, worker=1, streamed_bytes=0, gradient_bytes=0, moved_bytes=1000)
+    migration = migration_of(report, leaving=(5,))
+    block = show_migration(replace(migration, target=replace(migration.target, layers=PLAN.layers, predicted_s=None)))
+    assert [line.split()[0] for line in block.text.splitlines()] == [
+        *("----", "drained", "before", "now", "switched", "ms", "1.2", RULE)
+    ]
+    assert "blocked 33.9 ms, verified in 6.1 ms of that step" in block.text
+    assert (block.facts["moved"], block.facts["moved_bytes"]) == ([], 1000)
+    some = show_migration(migration_of(replace(report, streamed_bytes=60_000))).text
+    assert "\nbeside   0.1 MB of state in 3 steps, their exchanges 2.0 ms longer\n" in some
 
 
 def test_what_steps_take_is_added() -> None:
