@@ -31,7 +31,7 @@ def describe_end(end: EndJob, options: LaunchOptions) -> list[str]:
 def describe_unstruck(faults: Sequence[str]) -> str:
     """Of the scripted faults that did not strike in a job that ended well."""
     count = format_count(len(faults), "scripted fault")
-    return f"{count} never struck, as training, or the worker, did not come there: {', '.join(faults)}"
+    return f"{count} never struck, as the place was not reached: {', '.join(faults)}"
 
 
 def sum_up(end: EndJob, workers: int | None) -> str:
@@ -53,5 +53,5 @@ def _name_log(end: EndJob, options: LaunchOptions) -> str:
     if end.worker is None:
         return f", output is in {options.log_dir}"
     if end.worker in options.workers:
-        return f", more in {options.log_dir / f'worker{end.worker}.log'}"
-    return f", more in worker{end.worker}.log on node {options.launch.node_of(end.worker)}"
+        return f", also in {options.log_dir / f'worker{end.worker}.log'}"
+    return f", also in worker{end.worker}.log on node {options.launch.node_of(end.worker)}"

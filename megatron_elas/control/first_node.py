@@ -103,6 +103,7 @@ class FirstNode:
                 self._start_workers = functools.partial(agent.start, requests)
                 keeper.say(AgentHello(node=0, host=socket.gethostname(), workers=options.workers))
                 await stack.enter_async_context(self._beating(agent, keeper))
+                self._greet()
             end = await asyncio.shield(keeper.ended)
             if agent is not None and agent.running and not agent.order_to_stop.done():
                 agent.stop(signal.SIGTERM)  # there is no controller that would say so
@@ -110,6 +111,20 @@ class FirstNode:
             facts = dataclasses.asdict(end) | {"exit_code": int(end.exit_code), "workers": options.launch.world_size}
             self._log("end", facts)
             return end
+
+    def _greet(self) -> None:
+        """Name the job where an elastic one's output is not on the terminal."""
+        options = self._options
+        if options.log_dir is not None and options.launch.elastic:
+            workers = f"{options.launch.world_size} worker{'s' * (options.launch.world_size != 1)}"
+            self._print(f"elasrun: job {options.run_id}: {workers}, output is in {options.log_dir}", "start of the job")
+
+    def _print(self, text: str, what: str) -> None:
+        """A full disk or a terminal that is gone must not end the job."""
+        try:
+            print(text, flush=True)
+        except OSError as error:
+            logger.warning("the %s could not be written down: %s", what, error)
 
     def _make_keeper(self, listener: socket.socket, run_dir: Path) -> ControllerKeeper:
         options = self._options
@@ -185,16 +200,13 @@ class FirstNode:
                     self._agent.obey(message)
 
     def _show(self, news: Show) -> None:
-        """Tell people and programs, once. A full disk or a terminal that is gone must not end the job."""
+        """Tell people and programs, once."""
         key = (news.event, news.epoch, news.worker)
         if key in self._shown:  # said by a controller that was killed right after
             return
         self._shown.add(key)
         if news.text:
-            try:
-                print(news.text, flush=True)
-            except OSError as error:
-                logger.warning("the %s of epoch %d could not be written down: %s", news.event, news.epoch, error)
+            self._print(news.text, f"{news.event} of epoch {news.epoch}")
         self._log(news.event, {"epoch": news.epoch, **news.facts})
 
     def _log(self, event: str, facts: dict[str, Any]) -> None:

@@ -43,21 +43,21 @@ def test_a_job_that_ended_well_has_one_line_where_its_output_is_elsewhere(facts:
 
 
 def test_faults_that_never_struck_are_told_wherever_output_goes() -> None:
-    more = "2 scripted faults never struck, as training, or the worker, did not come there: "
+    more = "2 scripted faults never struck, as the place was not reached: "
     assert lines_of(options_of(), unstruck=(KILL, "exit:worker=0@step=9,phase=save")) == [
         f"{more}{KILL}, exit:worker=0@step=9,phase=save"
     ]
     closing, faults = lines_of(options_of(logs="logs"), steps=9, unstruck=(KILL,))
     assert closing == "finished: 9 steps done, no worker lost; output is in logs"
-    assert faults == f"1 scripted fault never struck, as training, or the worker, did not come there: {KILL}"
+    assert faults == f"1 scripted fault never struck, as the place was not reached: {KILL}"
     assert lines_of(options_of(), 3, "too few are left", unstruck=(KILL,)) == ["too few are left (exit code 3)"]
 
 
 @pytest.mark.parametrize(
     ("worker", "where"),
-    [(1, "more in logs/worker1.log"), (6, "more in worker6.log on node 1"), (None, "output is in logs")],
+    [(1, "also in logs/worker1.log"), (6, "also in worker6.log on node 1"), (None, "output is in logs")],
 )
-def test_why_a_job_failed_comes_with_the_log_that_has_more(worker: int | None, where: str) -> None:
+def test_why_a_job_failed_comes_with_the_log_that_has_it(worker: int | None, where: str) -> None:
     several = ("--nnodes=2", "--node-rank=0", "--rdzv-endpoint=here:1")
     assert lines_of(options_of(*several, logs="logs"), 2, "no", worker=worker) == [f"no (exit code 2, {where})"]
     assert lines_of(options_of(*several), 2, "no", worker=worker) == ["no (exit code 2)"]

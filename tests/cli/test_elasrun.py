@@ -105,6 +105,14 @@ def test_output_goes_to_one_file_per_worker_when_asked(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "worker1.log").read_text() == "out 1\nerr\n"
 
 
+def test_an_elastic_job_is_named_where_its_output_is_in_files(tmp_path: Path) -> None:
+    logs, script = tmp_path / "logs", write_script(tmp_path, "print('hello')\n")
+    flags = ("--nproc-per-node=2", "--rdzv-id=run7")
+    outcome = elasrun(*flags, "--log-dir", str(logs), script, "--elastic")
+    assert outcome.out == f"elasrun: job run7: 2 workers, output is in {logs}\n", outcome
+    assert "job run7" not in elasrun(*flags, script, "--elastic").out
+
+
 REFUSER = """
 import atexit, os, pathlib, sys, threading, time
 from megatron_elas.pretrain_gpt import errors_told
@@ -120,11 +128,11 @@ with errors_told():
 """Worker 1 speaks first, and lives on; so worker 0 ends first."""
 
 
-def test_of_a_refused_job_the_terminal_tells_the_sentence_and_whose_log_has_more(tmp_path: Path) -> None:
+def test_of_a_refused_job_the_terminal_tells_the_sentence_and_whose_log_has_it(tmp_path: Path) -> None:
     script, logs = write_script(tmp_path, REFUSER), tmp_path / "logs"
     outcome = elasrun("--nproc-per-node=2", "--grace-s=1", "--log-dir", str(logs), script)
     assert outcome.code == 2
-    wanted = f"elasrun: worker 1: worker 1 does not like 7 (exit code 2, more in {logs / 'worker1.log'})"
+    wanted = f"elasrun: worker 1: worker 1 does not like 7 (exit code 2, also in {logs / 'worker1.log'})"
     assert outcome.err.splitlines()[-1] == wanted
     assert read_events(logs)[-1].items() >= {"sentence": "worker 1: worker 1 does not like 7", "worker": 1}.items()
     assert (logs / "worker0.log").read_text() == "", "it has nothing to add"

@@ -136,7 +136,7 @@ def test_losses_that_ended_the_job_and_restarts_of_the_controller_are_told(
             {"steps": 60, "drained": 1, "workers": 4, "unstruck": ["kill:worker=3@step=90,phase=forward"]},
             [
                 "end     finished: 60 steps done, 1 of 4 workers drained, no worker lost",
-                "faults  1 scripted fault never struck, as training, or the worker, did not come there: "
+                "faults  1 scripted fault never struck, as the place was not reached: "
                 "kill:worker=3@step=90,phase=forward",
             ],
         ),
