@@ -20,6 +20,7 @@ from megatron_elas.host.attachment import detach
 from megatron_elas.host.audit import Audit, check_audit
 from megatron_elas.host.checkpoints import use_exchangeable_checkpoints
 from megatron_elas.host.emulation import make_emulation, settle_emulation
+from megatron_elas.host.fault_script import find_unreachable_faults
 from megatron_elas.host.join import join_megatron
 from megatron_elas.host.log_handover import Log
 from megatron_elas.host.memory import check_node_memory
@@ -93,6 +94,9 @@ class Worker:
                 "losses",
                 flush=True,
             )
+        if environment.worker == 0:
+            for sentence in find_unreachable_faults(args, self.job):
+                print(f"megatron_elas: {sentence}", flush=True)
         start = self._link.wait_start(WITHOUT_LIMIT_S)
         self._transport.set_addresses(start.addresses)
         communicator = Communicator(self._transport, range(self.job.world_size))

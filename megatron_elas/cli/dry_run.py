@@ -20,6 +20,7 @@ from megatron_elas.cli.job_sheet import JobSheet, NodeWorker
 from megatron_elas.cli.launch_flags import DRY_RUN_ENTRIES
 from megatron_elas.control.launch_options import LaunchOptions, make_requests, make_shared_environ
 from megatron_elas.control.messages import Welcome
+from megatron_elas.platform.host_memory import read_available
 from megatron_elas.spec.errors import ExitCode
 from megatron_elas.spec.shape import RunFacts
 
@@ -32,7 +33,7 @@ def show_dry_run(options: LaunchOptions, environ: Mapping[str, str]) -> int:
         asked = _ask_entry(options, environ, Path(folder)) if _is_entry(options) else None
     if isinstance(asked, int):
         return asked
-    print(JobSheet(options, _place_workers(options, environ), asked).describe(), flush=True)
+    print(JobSheet(options, place_workers(options, environ), asked, read_available()).describe(), flush=True)
     if asked is not None and asked.elastic and asked.elastic_refusal is not None:
         print(f"megatron_elas: {asked.elastic_refusal}", file=sys.stderr)
         return ExitCode.BAD_USAGE
@@ -74,7 +75,7 @@ def _ask_entry(options: LaunchOptions, environ: Mapping[str, str], folder: Path)
     return ran.returncode if ran.returncode >= 0 else 128 - ran.returncode
 
 
-def _place_workers(options: LaunchOptions, environ: Mapping[str, str]) -> list[NodeWorker]:
+def place_workers(options: LaunchOptions, environ: Mapping[str, str]) -> list[NodeWorker]:
     """All workers of the job, with the variables that the launchers set for them."""
     shared = make_shared_environ(options, environ)
     added = {name: value for name, value in shared.items() if name not in environ}

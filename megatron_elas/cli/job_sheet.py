@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from megatron_elas.cli.text import format_count, format_pairs, format_ranges, format_table
 from megatron_elas.control.environment import TOKEN_VARIABLE
 from megatron_elas.control.launch_options import LaunchOptions
-from megatron_elas.planner.memory import WorkerMemory, estimate_activations, plan_memory, total_parameters
+from megatron_elas.planner.memory import WorkerMemory, plan_memory, sum_memories, total_parameters
 from megatron_elas.planner.plan import initial_plan
+from megatron_elas.platform.host_memory import AvailableMemory
 from megatron_elas.spec.consistency import PROMISES, STREAMS
 from megatron_elas.spec.errors import ExitCode
 from megatron_elas.spec.job import JobSpec
 from megatron_elas.spec.plan import ElasticPlan
 from megatron_elas.spec.shape import ModelShape, RunFacts, TrainingShape
 
-GIB = 1 << 30
 LATER = "(at start)"
 """In place of what the launcher of node 0, or a node's own, chooses when it starts."""
 
@@ -41,11 +41,18 @@ class NodeWorker:
 class JobSheet:
     """Everything about one launch line that is known before it runs."""
 
-    def __init__(self, options: LaunchOptions, workers: Sequence[NodeWorker], facts: RunFacts | None) -> None:
-        """``facts`` are None for a script that cannot be asked."""
+    def __init__(
+        self,
+        options: LaunchOptions,
+        workers: Sequence[NodeWorker],
+        facts: RunFacts | None,
+        available: AvailableMemory,
+    ) -> None:
+        """``facts`` are None for a script that cannot be asked; ``available`` is what this machine has."""
         self._options = options
         self._workers = workers
         self._facts = facts
+        self._available = available
         self._plan: ElasticPlan | None = None
         if facts is not None and facts.job is not None:
             self._plan = initial_plan(facts.job, {worker.worker: worker.domain for worker in workers})
@@ -100,7 +107,7 @@ class JobSheet:
             pairs.append(
                 (
                     "model",
-                    f"{total_parameters(shape) / 1e9:.3f} billion parameters, {sum(shape.layers)} layers, "
+                    f"{_format_parameters(total_parameters(shape))} parameters, {sum(shape.layers)} layers, "
                     f"vocabulary padded to {shape.vocab}",
                 )
             )
@@ -112,6 +119,7 @@ class JobSheet:
                     f"{job.num_microbatches // job.data_parallel} per cell and step",
                 )
             )
+        pairs += [("faults", sentence) for sentence in facts.unreachable_faults]
         return format_pairs(*pairs)
 
     # ------------------------------------------------------------ grid
@@ -177,30 +185,57 @@ class JobSheet:
         sums = ["fixed-point sums"] if summed else []
         head = ["stage", "workers", "parameters", "weights", "gradients", *sums, "optimizer", "activations", "sum"]
         host = ["own staging" if facts.snapshot == "replay" else "own copies", "backups", "sum", "in a recovery"]
+        unit = _choose_unit(max(memory.device for _, memory in groups))
         rows = [
             [str(stage), format_ranges(workers), f"{memory.parameters / 1e6:.1f} M"]
-            + [_gib(value) for value in (memory.weights, memory.gradients)]
-            + ([_gib(memory.sums)] if summed else [])
-            + [_gib(value) for value in (memory.optimizer, memory.activations)]
-            + [_gib(memory.device)]
-            + ([_gib(value) for value in _host_columns(memory)] if copied else [])
+            + [unit.number(value) for value in (memory.weights, memory.gradients)]
+            + ([unit.number(memory.sums)] if summed else [])
+            + [unit.number(value) for value in (memory.optimizer, memory.activations)]
+            + [unit.number(memory.device)]
+            + ([unit.number(value) for value in _host_columns(memory)] if copied else [])
             for (stage, memory), workers in groups.items()
         ]
         which = "device memory, and host memory for the copies that elasticity keeps" if copied else "device memory"
-        lines = [f"memory per worker in GiB: {which}", format_table([*head, *host] if copied else head, rows)]
+        lines = [f"memory per worker in {unit.name}: {which}", format_table([*head, *host] if copied else head, rows)]
         if copied:
             lines.append(
-                f"Copies (--elastic-snapshot {facts.snapshot}) take up to {_gib(self._largest_node(groups, 'host'))} "
-                f"GiB of a node's host memory, and {_gib(self._largest_node(groups, 'host_peak'))} GiB while a "
-                f"recovery goes on."
+                f"Copies (--elastic-snapshot {facts.snapshot}) take up to {_size(self._largest_node(groups, 'host'))} "
+                f"of a node's host memory, and {_size(self._largest_node(groups, 'host_peak'))} while a recovery "
+                f"goes on."
             )
         lines.append(
             "Activations are an estimate, with attention fused unless --transformer-impl local is given. Not counted: "
             "the processes, libraries, communication, fragmentation."
         )
         if facts.platform == "cpu":
-            lines.append("On the CPU all of it is host memory." + self._unfused(job, shape, training))
+            unfused = replace(training, keeps_scores=True)
+            here = plan_memory(plan, job, shape, unfused, facts.snapshot)
+            more = {stage: here[workers[0]].device - memory.device for (stage, memory), workers in groups.items()}
+            sentence = "On the CPU all of it is host memory."
+            if any(more.values()):
+                by_stage = ", ".join(f"{_size(size)} on stage {stage}" for stage, size in more.items())
+                sentence += f" Attention is not fused there: per worker activations take {by_stage} more."
+            lines.append(sentence)
+            if facts.elastic:
+                lines += self._describe_refusal(here)
         return "\n".join(lines)
+
+    def _describe_refusal(self, memories: Mapping[int, WorkerMemory]) -> list[str]:
+        """Whether this machine has too little for the workers of a node, as the run would find."""
+        nodes: dict[int, list[int]] = {}
+        for worker in self._workers:
+            nodes.setdefault(worker.node, []).append(worker.worker)
+        needs = {number: sum_memories(memories[worker] for worker in workers) for number, workers in nodes.items()}
+        number = max(needs, key=lambda number: needs[number].needed)
+        node, workers = needs[number], nodes[number]
+        if node.needed <= self._available.size:
+            return []
+        who = f"worker{'s' * (len(workers) > 1)} {format_ranges(workers)}"
+        return [
+            f"This machine has {_size(self._available.size)} available ({self._available.source}): a run of {who} "
+            f"here would be refused, as they need {_size(node.needed)} = {_size(node.training)} for training, "
+            f"{_size(node.copies)} for copies and {_size(node.recovery)} more while a recovery goes on."
+        ]
 
     def _largest_node(self, groups: Mapping[tuple[int, WorkerMemory], Sequence[int]], kind: str) -> int:
         """Bytes of that kind on the node that has most."""
@@ -210,23 +245,6 @@ class JobSheet:
             for worker in workers:
                 nodes[node_of[worker]] += getattr(memory, kind)
         return max(nodes.values())
-
-    def _unfused(self, job: JobSpec, shape: ModelShape, training: TrainingShape) -> str:
-        """What the CPU's unfused attention takes beyond the table."""
-        if training.keeps_scores:
-            return ""
-        sizes = [
-            estimate_activations(
-                shape,
-                how,
-                0,
-                job.tensor_parallel,
-                micro_batch_size=job.micro_batch_size,
-                micro_batches=job.num_microbatches // job.data_parallel,
-            )
-            for how in (replace(training, keeps_scores=True), training)
-        ]
-        return f" Attention is not fused there: {_gib(sizes[0] - sizes[1])} GiB more activations on stage 0."
 
     # ------------------------------------------------------------ environment
 
@@ -267,8 +285,32 @@ def _find_end(plan: ElasticPlan, lost: set[int]) -> str | None:
     return None
 
 
-def _gib(size: float) -> str:
-    return f"{size / GIB:.3g}" if size < GIB else f"{size / GIB:.1f}"
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Of memory, in which people can read a table."""
+
+    name: str
+    bytes: int
+
+    def number(self, size: int) -> str:
+        return f"{size / self.bytes:.3g}" if size < self.bytes else f"{size / self.bytes:.1f}"
+
+
+_UNITS = (_Unit("GiB", 1 << 30), _Unit("MiB", 1 << 20))
+
+
+def _choose_unit(largest: int) -> _Unit:
+    return next((unit for unit in _UNITS if largest >= unit.bytes), _UNITS[-1])
+
+
+def _size(size: int) -> str:
+    """``1.5 GiB``, ``0.4 MiB``."""
+    unit = _choose_unit(size)
+    return f"{size / unit.bytes:.1f} {unit.name}"
+
+
+def _format_parameters(number: int) -> str:
+    return f"{number / 1e9:.3f} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
 
 
 def _host_columns(memory: WorkerMemory) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import msgspec
 from megatron.training import arguments
 
 from megatron_elas.host.audit import check_audit
+from megatron_elas.host.fault_script import find_unreachable_faults
 from megatron_elas.host.requirements import check_elastic_arguments, describe_job
 from megatron_elas.host.shape import describe_model, describe_training, find_uncovered, layers_of_stages
 from megatron_elas.platform.detect import PlatformName
@@ -63,6 +64,8 @@ def write_facts(
         elastic_refusal: See ``find_elastic_refusal``.
     """
     uncovered = find_uncovered(args)
+    job = None if uncovered else describe_job(args, layers_of_stages(args, config))
+    runs_elastic = args.elastic and elastic_refusal is None
     facts = RunFacts(
         platform=platform,
         added_flags=tuple(added),
@@ -70,8 +73,9 @@ def write_facts(
         snapshot=args.elastic_snapshot if args.elastic else "off",
         streams=args.elastic_rng,
         elastic_refusal=elastic_refusal,
+        unreachable_faults=find_unreachable_faults(args, job) if runs_elastic and job is not None else (),
         uncovered=uncovered,
-        job=None if uncovered else describe_job(args, layers_of_stages(args, config)),
+        job=job,
         shape=None if uncovered else describe_model(args, config),
         training=None if uncovered else describe_training(args, added),
     )

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron_elas.host.shape import describe_model, describe_training, find_uncovered
-from megatron_elas.planner.memory import plan_memory
+from megatron_elas.planner.memory import plan_memory, sum_memories
 from megatron_elas.platform.host_memory import AvailableMemory
 from megatron_elas.spec.errors import BadUsage
 from megatron_elas.spec.job import JobSpec
@@ -45,23 +45,23 @@ def check_node_memory(
     config = core_transformer_config_from_args(args)
     memories = plan_memory(plan, job, describe_model(args, config), describe_training(args, ()), mode)
     here = [memories[worker] for worker in workers]
-    copies, recovery = sum(memory.host for memory in here), sum(memory.recovery for memory in here)
-    training = sum(memory.device for memory in here)
-    needed = training + copies + recovery
+    node = sum_memories(here)
     who = f"workers {min(workers)}-{max(workers)}" if len(workers) > 1 else f"worker {min(workers)}"
-    if needed > available.size:
+    if node.needed > available.size:
         raise BadUsage(
-            f"host memory is too small for {who}: {_size(needed)} = {_size(training)} for training, {_size(copies)} "
-            f"for copies of optimizer state (--elastic-snapshot {mode}) and {_size(recovery)} more while a recovery "
-            f"goes on; available are {_size(available.size)} ({available.source}): {_remedy(args)}"
+            f"host memory is too small for {who}: {_size(node.needed)} = {_size(node.training)} for training, "
+            f"{_size(node.copies)} for copies of optimizer state (--elastic-snapshot {mode}) and "
+            f"{_size(node.recovery)} more while a recovery goes on; available are {_size(available.size)} "
+            f"({available.source}): {_remedy(args)}"
         )
     if mode == "off":
         return "no copies of optimizer state are kept (--elastic-snapshot off), so a lost worker's needs a checkpoint"
     own, kept = sum(memory.own_copies for memory in here), sum(memory.backup_copies for memory in here)
     return (
-        f"copies of optimizer state (--elastic-snapshot {mode}) take {_size(copies)} of host memory for {who}: "
-        f"{_size(own)} for {OWN[mode]}, {_size(kept)} for {KEPT[mode]}; {_size(copies + recovery)} while a recovery "
-        f"goes on, with old and new shards; training takes {_size(training)}, available are {_size(available.size)}"
+        f"copies of optimizer state (--elastic-snapshot {mode}) take {_size(node.copies)} of host memory for {who}: "
+        f"{_size(own)} for {OWN[mode]}, {_size(kept)} for {KEPT[mode]}; {_size(node.copies + node.recovery)} while a "
+        f"recovery goes on, with old and new shards; training takes {_size(node.training)}, available are "
+        f"{_size(available.size)}"
     )
 
 

@@ -80,6 +80,31 @@ class WorkerMemory:
         return self.host + self.recovery
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMemory:
+    """Of the workers of one node together, in bytes, where all of it is host memory."""
+
+    training: int
+    copies: int
+    recovery: int
+    """Beyond these copies while a recovery goes on."""
+
+    @property
+    def needed(self) -> int:
+        """The most that they take at once."""
+        return self.training + self.copies + self.recovery
+
+
+def sum_memories(memories: Iterable[WorkerMemory]) -> NodeMemory:
+    """What the workers of a node take together."""
+    members = list(memories)
+    return NodeMemory(
+        training=sum(memory.device for memory in members),
+        copies=sum(memory.host for memory in members),
+        recovery=sum(memory.recovery for memory in members),
+    )
+
+
 def count_parameters(shape: ModelShape, stage: int, tensor_parallel: int) -> int:
     """Parameters of one lane of a stage. The first stage has the embedding, the last the final norm and the head."""
     last = len(shape.layers) - 1

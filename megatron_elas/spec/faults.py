@@ -159,9 +159,34 @@ def check_faults(faults: Iterable[Fault], world_size: int) -> None:
     for fault in faults:
         if fault.worker >= world_size:
             raise BadUsage(
-                f"fault '{fault}': there is no worker {fault.worker}, the job has workers 0 to {world_size - 1}: "
-                f"{GRAMMAR}"
+                f"fault '{fault}': there is no worker {fault.worker}, the job has workers 0 to {world_size - 1}"
             )
+
+
+def explain_unreachable(faults: Iterable[Fault], steps: int | None, passes: int) -> list[str]:
+    """Sentences about faults that can strike nowhere, however the job goes.
+
+    Args:
+        faults: Of the job.
+        steps: Of the whole training, or None where it has no such end.
+        passes: The most forward passes that a worker may make in one step.
+    """
+    sentences = []
+    for fault in faults:
+        # A recovery strikes one step beside the fault's own too, also after the last one, a migration after it.
+        beyond = 2 if fault.phase in RECOVERY_PHASES else 1 if fault.phase in MIGRATION_PHASES else 0
+        if steps is not None and fault.step >= steps + beyond:
+            sentences.append(f"fault '{fault}' will never strike: the last step of training is {steps - 1}")
+        elif (
+            fault.phase in (FaultPhase.FORWARD, FaultPhase.BACKWARD)
+            and fault.microbatch is not None
+            and fault.microbatch >= passes
+        ):
+            sentences.append(
+                f"fault '{fault}' will never strike: the last micro-batch that a worker may run in a step is "
+                f"{passes - 1}"
+            )
+    return sentences
 
 
 def _read_fields(text: str, pairs: Iterable[str]) -> dict[str, str]:

@@ -55,6 +55,11 @@ class JobSpec:
             )
 
     @property
+    def most_passes(self) -> int:
+        """Forward passes that one worker makes in a step at most, whatever the plan: an item has a sample at least."""
+        return self.num_microbatches * (1 if self.keeps_micro_batches else self.micro_batch_size)
+
+    @property
     def keeps_micro_batches(self) -> bool:
         """Plans neither cut nor join micro-batches: passes of other sizes round, and overflow, in another way."""
         return self.consistency == "bitwise" or (self.fp16 and self.consistency == "numerical")

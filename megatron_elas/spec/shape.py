@@ -75,6 +75,8 @@ class RunFacts:
     """What dropout draws in an elastic run."""
     elastic_refusal: str | None
     """Why this machine would refuse --elastic, whether it was given or not."""
+    unreachable_faults: tuple[str, ...]
+    """Sentences about faults that can never strike (``spec.faults.explain_unreachable``)."""
     uncovered: tuple[str, ...]
     """Flags for which neither a grid nor memory can be told; then the three fields below are None."""
     job: JobSpec | None

@@ -40,7 +40,9 @@ def rows(text: str, first_column: str) -> list[dict[str, str]]:
 
 
 def test_grid_memory_and_environment_of_a_job_of_two_nodes_are_told() -> None:
+    never = "kill:worker=3@step=90,phase=forward"
     flags = ("--elastic", "--elastic-consistency", "bitwise", "--pipeline-model-parallel-size", "2")
+    flags += ("--elastic-inject", never, "--elastic-inject", "kill:worker=3@step=1,phase=forward")
     outcome = dry_run(*NODES, *ENTRY, *flags, ELAS_TOKEN=SECRET)
     assert (outcome.code, outcome.err) == (0, "")
     grid = rows(outcome.out, "stage")
@@ -62,9 +64,11 @@ def test_grid_memory_and_environment_of_a_job_of_two_nodes_are_told() -> None:
     assert float(memory[0]["fixed-point sums"]) == pytest.approx(2 * float(memory[0]["gradients"]), rel=0.01)
     assert "consistency  bitwise: events change no bit; masks stay with their samples\n" in outcome.out
     assert float(memory[0]["in a recovery"]) > float(memory[0]["backups"]) > 0
-    assert re.search(
-        r"Copies \(--elastic-snapshot replay\) take up to [\d.e-]+ GiB of a node's host memory", outcome.out
-    )
+    assert re.search(r"Copies \(--elastic-snapshot replay\) take up to [\d.]+ MiB of a node's host memory", outcome.out)
+    assert re.search(r"^model        0\.\d+ million parameters, 4 layers,", outcome.out, re.MULTILINE)
+    assert "memory per worker in MiB: " in outcome.out and "GiB" not in outcome.out
+    told = [line for line in outcome.out.splitlines() if line.startswith("faults ")]
+    assert told == [f"faults       fault '{never}' will never strike: the last step of training is 1"]
     environment = rows(outcome.out, "LOCAL_RANK")
     assert [(row["RANK"], row["LOCAL_RANK"], row["ELAS_WORKER"], row["ELAS_DOMAIN"]) for row in environment] == [
         ("0", "0", "0", "node0"),

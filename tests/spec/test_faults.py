@@ -15,6 +15,7 @@ from megatron_elas.spec.faults import (
     FaultKind,
     FaultPhase,
     check_faults,
+    explain_unreachable,
     parse_fault,
 )
 
@@ -92,5 +93,28 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 def test_a_fault_of_an_unknown_worker_is_refused() -> None:
     fault = parse_fault("kill:worker=4@step=1,phase=commit")
     check_faults([fault], 5)
-    with pytest.raises(BadUsage, match="no worker 4, the job has workers 0 to 3"):
+    with pytest.raises(BadUsage, match=r"no worker 4, the job has workers 0 to 3$"):
         check_faults([fault], 4)
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("step=49,phase=save", None),
+        ("step=50,phase=save", "the last step of training is 49"),
+        ("step=0,phase=forward,microbatch=7", None),
+        ("step=0,phase=forward,microbatch=8", "the last micro-batch that a worker may run in a step is 7"),
+        ("step=0,phase=backward,microbatch=8", "the last micro-batch that a worker may run in a step is 7"),
+        ("step=0,phase=evaluate,microbatch=8", None),
+        ("step=51,phase=recovery-verify", None),
+        ("step=52,phase=recovery-verify", "the last step of training is 49"),
+        ("step=50,phase=migrate-switch", None),
+        ("step=51,phase=migrate-switch", "the last step of training is 49"),
+    ],
+)
+def test_a_fault_whose_place_does_not_exist_is_told(place: str, reason: str | None) -> None:
+    fault = parse_fault(f"kill:worker=1@{place}")
+    wanted = [] if reason is None else [f"fault '{fault}' will never strike: {reason}"]
+    assert explain_unreachable([fault], 50, 8) == wanted
+    if fault.step > 0:
+        assert explain_unreachable([fault], None, 8) == [], "there is no last step that is known"
