@@ -131,7 +131,7 @@ def _describe_end(event: Event) -> list[tuple[str, str]]:
     """As the terminal was told, see ``closing``; runs of older releases logged less."""
     exit_code, sentence, worker = (event.get(name) for name in ("exit_code", "sentence", "worker"))
     if sentence:
-        more = "" if worker is None else f", more in worker{worker}.log"
+        more = "" if worker is None else f", also in worker{worker}.log"
         return [("end", f"{sentence} (exit code {exit_code}{more})")]
     if exit_code != ExitCode.FINISHED:
         return [("end", f"exit code {exit_code}")]

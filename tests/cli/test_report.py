@@ -130,7 +130,7 @@ def test_losses_that_ended_the_job_and_restarts_of_the_controller_are_told(
         ({"steps": 60, "lost": 1, "workers": 4}, ["end     finished: 60 steps done, 1 of 4 workers lost"]),
         ({"steps": 60, "lost": 0, "workers": 4}, ["end     finished: 60 steps done, no worker lost"]),
         ({"steps": 60, "lost": 1}, ["end     finished: 60 steps done, 1 worker lost"]),  # of an older release
-        ({"exit_code": 2, "sentence": "no", "worker": 1}, ["end     no (exit code 2, more in worker1.log)"]),
+        ({"exit_code": 2, "sentence": "no", "worker": 1}, ["end     no (exit code 2, also in worker1.log)"]),
         ({"exit_code": 5}, ["end     exit code 5"]),
         (
             {"steps": 60, "drained": 1, "workers": 4, "unstruck": ["kill:worker=3@step=90,phase=forward"]},
