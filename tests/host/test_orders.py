@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -41,17 +42,16 @@ def _megatron() -> Iterator[None]:
     """Imported before workers are forked, because it takes seconds. They count what they put off."""
     import megatron.training  # noqa: F401
 
-    from megatron_elas.host import split_backward
+    from megatron_elas.host.split_backward import Deferred
 
-    original = split_backward._add_weight_gradient
+    original = Deferred._add
 
-    def count(accumulate: Any, parameter: Any, *args: Any) -> None:
+    def count(item: Deferred, parameter: Any, gradient: Any) -> None:
         _added.append(parameter.numel())
-        original(accumulate, parameter, *args)
+        original(item, parameter, gradient)
 
-    split_backward._add_weight_gradient = count
-    yield
-    split_backward._add_weight_gradient = original
+    with mock.patch.object(Deferred, "_add", count):
+        yield
 
 
 def look(attached: Any) -> dict[str, Any]:
