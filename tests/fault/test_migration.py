@@ -164,7 +164,7 @@ def test_an_elastic_job_loads_the_checkpoint_of_another_split_and_moves_layers_t
     [
         ("rebalance 3,3", "do not fit 2 stages with 7 layers in all, which are 4,3 now"),
         ("rebalance 3,2,2", "do not fit 2 stages"),
-        ("rebalance 7,0", "give a number from 1 up for each stage"),
+        ("rebalance 7,0", "give one number, 1 or more, for each stage"),
         ("rebalance 4,3", "going over to epoch 1"),
         ("drain 4", "worker 4 is not one of 0 to 3"),
         ("drain 0 1 2 3", "nobody would be left"),
