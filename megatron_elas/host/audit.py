@@ -25,6 +25,7 @@ from megatron_elas.spec.audit import (
     pack,
     pack_floats,
     range_size,
+    ranges_of,
     signed_size,
 )
 from megatron_elas.spec.errors import BadUsage
@@ -180,10 +181,8 @@ class Audit:
 
 
 def _sum_up(piece: Piece, count: int, values: Mapping[str, torch.Tensor | None]) -> PieceSums:
-    size = range_size(count)
-    ranges = -(-piece.stop // size) - piece.start // size
-    fine_size = signed_size(count)
-    fine = -(-piece.stop // fine_size) - piece.start // fine_size
+    size, fine_size = range_size(count), signed_size(count)
+    ranges, fine = (len(ranges_of(piece.start, piece.stop, each)) for each in (size, fine_size))
     return PieceSums(
         name=piece.name,
         start=piece.start,

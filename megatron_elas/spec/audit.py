@@ -67,6 +67,11 @@ def signed_size(count: int) -> int:
     return size
 
 
+def ranges_of(start: int, stop: int, size: int) -> range:
+    """Numbers of the ranges of ``size`` elements that these elements are in."""
+    return range(start // size, -(-stop // size))
+
+
 def pack(sums: list[int]) -> str:
     """Checksums as text: 16 hexadecimal digits each."""
     return b"".join(number.to_bytes(_DIGITS // 2) for number in sums).hex()
@@ -117,8 +122,7 @@ class PieceSums:
     @property
     def signed_ranges(self) -> range:
         """Numbers of the ranges of ``signed``."""
-        size = signed_size(self.count)
-        return range(self.start // size, -(-self.stop // size))
+        return ranges_of(self.start, self.stop, signed_size(self.count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,15 +3,7 @@
 #include <string.h>
 
 #include "../../several_processors.h"
-
-#define BLOCK 4096 /* as checksum.py */
-
-static uint64_t block_factor(uint64_t key, uint64_t block) {
-    uint64_t x = key + block * UINT64_C(0x9E3779B97F4A7C15);
-    x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
-    x = (x ^ (x >> 27)) * UINT64_C(0x94D049BB133111EB);
-    return (x ^ (x >> 31)) | 1;
-}
+#include "blocks.h"
 
 /* Both: sum of word times weight, modulo 2^64. */
 FOR_SEVERAL_PROCESSORS

@@ -4,17 +4,9 @@
 #include <string.h>
 
 #include "../../several_processors.h"
+#include "blocks.h"
 
-#define BLOCK 4096 /* as checksum.py */
-#define LANES 8    /* sums that are made side by side */
-
-/* As checksum.py's _mix. */
-static uint64_t mix(uint64_t key, uint64_t block) {
-    uint64_t x = key + block * UINT64_C(0x9E3779B97F4A7C15);
-    x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
-    x = (x ^ (x >> 27)) * UINT64_C(0x94D049BB133111EB);
-    return (x ^ (x >> 31)) | 1;
-}
+#define LANES 8 /* sums that are made side by side */
 
 /* The sign of a value is turned where the highest bit of its weight is set. */
 FOR_SEVERAL_PROCESSORS
@@ -53,7 +45,7 @@ void elas_signed_sums(
             uint64_t at = start + (uint64_t)done, within = at % BLOCK;
             int64_t room = (int64_t)(BLOCK - within), part = end - done < room ? end - done : room;
             double sum = add_signed(words + done, weights + within, part);
-            *sums += mix(key, at / BLOCK) >> 63 ? -sum : sum;
+            *sums += block_factor(key, at / BLOCK) >> 63 ? -sum : sum;
             done += part;
         }
     }

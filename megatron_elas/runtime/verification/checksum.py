@@ -60,6 +60,11 @@ def checksum(values: torch.Tensor, key: int, start: int = 0) -> int:
     return result
 
 
+def range_edges(start: int, count: int, size: int) -> list[int]:
+    """Where ``count`` elements from ``start`` on begin, come into another range of ``size`` elements, and end."""
+    return [start, *range((start // size + 1) * size, start + count, size), start + count]
+
+
 def range_sums(values: torch.Tensor, key: int, start: int, size: int) -> list[int]:
     """``checksum`` of every range of the row apart.
 
@@ -79,12 +84,11 @@ def range_sums(values: torch.Tensor, key: int, start: int, size: int) -> list[in
     count = values.numel()
     if not count:
         return []
-    first, stop = start // size, -(-(start + count) // size)
+    edges = range_edges(start, count, size)
     if _library is None or not values.is_contiguous() or values.device.type != "cpu" or values.element_size() > 4:
         flat = values.reshape(-1)
-        edges = [max(start, number * size) for number in range(first, stop)] + [start + count]
         return [checksum(flat[low - start : high - start], key, low) for low, high in pairwise(edges)]
-    sums = (ctypes.c_uint64 * (stop - first))()
+    sums = (ctypes.c_uint64 * (len(edges) - 1))()
     _library.elas_range_sums(
         values.data_ptr(), values.element_size(), count, WEIGHTS.data_ptr(), key % MODULUS, start, size, sums
     )

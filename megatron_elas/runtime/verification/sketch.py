@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from megatron_elas import native
-from megatron_elas.runtime.verification.checksum import BLOCK, MODULUS, WEIGHTS, WIDE_WEIGHTS, edge_of
+from megatron_elas.runtime.verification.checksum import BLOCK, MODULUS, WEIGHTS, WIDE_WEIGHTS, edge_of, range_edges
 
 _SIGNS = 1.0 - 2.0 * (WIDE_WEIGHTS >> 31).to(torch.float64)
 """(BLOCK,) of 1 and -1."""
@@ -38,11 +38,10 @@ def signed_sums(values: torch.Tensor, key: int, start: int, size: int) -> list[f
     count = flat.numel()
     if not count:
         return []
-    first, stop = start // size, -(-(start + count) // size)
+    edges = range_edges(start, count, size)
     if _library is None or flat.device.type != "cpu":
-        edges = [max(start, number * size) for number in range(first, stop)] + [start + count]
         return [_add_signed(flat[low - start : high - start], key, low) for low, high in pairwise(edges)]
-    sums = (ctypes.c_double * (stop - first))()
+    sums = (ctypes.c_double * (len(edges) - 1))()
     _library.elas_signed_sums(flat.data_ptr(), count, WEIGHTS.data_ptr(), key % MODULUS, start, size, sums)
     return list(sums)
 
